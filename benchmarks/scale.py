@@ -124,7 +124,7 @@ def old_policies(batch: op.PolicyBatch) -> Callable[[], object]:
     for version in (0, 1):
         kept.keep(model, version, oldest=0)
     versions = torch.arange(batch.mask.numel()).view(batch.mask.shape) % 2
-    return lambda: kept.mixture(model, lambda: batch.per_token_logps, versions, batch.mask)
+    return lambda: kept.mixture(model, lambda _: batch.per_token_logps, versions, batch.mask)
 
 
 # ------------------------------------------------------------------------------------ what depends on the ranks

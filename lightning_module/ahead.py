@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_module import models
 from lightning_module.engines import engine_type, rounding_of, transfer_of
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
@@ -78,7 +79,7 @@ class ModuleAhead:
             )
         copies = isinstance(trainer.strategy, _COPIES_WEIGHTS)
         strategy = type(trainer.strategy).__name__
-        whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        whole = models.keeps_whole(trainer.strategy)
         check_snapshots(self._settings, strategy=None if copies else strategy, sharding=None if whole else strategy)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)

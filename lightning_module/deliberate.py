@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lightning_module import models
 from lightning_module.engines import fusion_of, noise_of, simulated_of, teacher_of
 from lightning_module.host import Host
 from trl_offpolicy.engines.logit_fusion import OPTION
@@ -30,8 +30,7 @@ def check_teacher(module: Host) -> None:
     simulated = simulated_of(module.settings["engine"])
     if fusion is None and simulated is None:
         return
-    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    if not whole or type(strategy).__name__.startswith("DeepSpeed"):  # which is a DDPStrategy
+    if not models.keeps_whole(strategy):
         option = OPTION if simulated is None else simulated.options
         raise NotImplementedError(f"{option} must be left out with a sharded model: no test has run that.")
     if fusion is None:

@@ -50,14 +50,15 @@ def greedy_rewards(
     completions = batch.sample(engine, greedy(module.sampling), context_length=longest)
     rollouts, screen = completions.rollouts, batch.lane.screen
     screened = screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
-    by_function = module.rewards(
-        completions.reward_rows(batch.request),
-        completions.completions,
-        rollouts.completion_ids,
-        trainer_state=trainer_state,
-        log_metric=_ignore,
-        log_extra=_ignore,
-    )
+    with module.measuring.clock.part("rewards", counted=module.trainer.training):
+        by_function = module.rewards(
+            completions.reward_rows(batch.request),
+            completions.completions,
+            rollouts.completion_ids,
+            trainer_state=trainer_state,
+            log_metric=_ignore,
+            log_extra=_ignore,
+        )
     screen.agree_on_scores()
     module.agents.give_back(batch)
     by_function = screened.without_rewards(by_function.to(module.device), local=True)

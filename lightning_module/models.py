@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
 from trl_offpolicy.rollouts.model_parts import blocks, is_flattened
@@ -119,6 +119,11 @@ def without_adapter(policy: Any) -> AbstractContextManager[Any]:
 def trained_names(policy: nn.Module) -> set[str]:
     """Names of the parameters that require a gradient."""
     return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
+def keeps_whole(strategy: Strategy) -> bool:
+    """True if every rank holds the whole policy: one device, or DDP, of which DeepSpeed's is a subclass."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
 def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:

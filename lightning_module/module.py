@@ -139,7 +139,7 @@ class OffPolicyGRPOModule(LightningModule):
             token, or a cache of its own, such as ``fp8`` (:mod:`trl_offpolicy.rollouts.compressed_forward`); None =
             over all keys and values.
         kl_reference: of what the KL term is: ``initial``, the model at the start; or ``dense_context``, the policy
-            itself over all keys and values, at the weights that sampled.
+            itself over all keys and values, at the weights when the batch is scored.
         perturbation: standard deviation of noise on the hidden states of the forwards that learn, or a mapping of
             :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`; None = no noise.
 

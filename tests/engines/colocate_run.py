@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
 from accelerate.utils import gather_object
 from peft import LoraConfig
 
@@ -47,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounding")
     parser.add_argument("--rounded-learner", action="store_true")
     parser.add_argument("--noise", action="store_true")
-    parser.add_argument("--preset", type=json.loads, default="paper/tis")
+    parser.add_argument("--preset", type=yaml.safe_load, default="paper/tis")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)

@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from lightning_module.models import _without_hooks, zero3_gathered
+from lightning_module.models import _without_hooks, keeps_whole, zero3_gathered
+
+
+class Partitions(DeepSpeedStrategy):
+    """Made without DeepSpeed."""
+
+    def __init__(self) -> None:
+        DDPStrategy.__init__(self)
+
+
+def test_a_strategy_of_deepspeed_keeps_no_whole_policy_though_it_is_one_of_ddp() -> None:
+    assert keeps_whole(DDPStrategy()) and keeps_whole(SingleDeviceStrategy())
+    assert isinstance(Partitions(), DDPStrategy) and not keeps_whole(Partitions()) and not keeps_whole(FSDPStrategy())
 
 
 def test_hooks_of_one_package_rest_and_come_back_in_their_order() -> None:

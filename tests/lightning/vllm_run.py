@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agent_runs import lookup, tool_tokenizer
@@ -48,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
     parser.add_argument("--noise", action="store_true")
-    parser.add_argument("--preset", type=json.loads, default="paper/tis")
+    parser.add_argument("--preset", type=yaml.safe_load, default="paper/tis")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tools", action="store_true")

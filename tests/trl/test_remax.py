@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from tiny_models import EOS, score_last_word
 from trainer_runs import GENERATIONS, LENGTH, Engine, records, rollouts
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.objective.advantages import ReMax
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.trl import engine as trl_engines
+from trl_offpolicy.trl.greedy import check_trainer_greedy, greedy_rewards
 
 pytestmark = pytest.mark.integration
 
@@ -87,3 +92,18 @@ def test_the_baseline_is_the_greedy_completion_of_the_prompt(
 def test_what_it_does_not_go_with(build: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         build(**{**options, "offpolicy": {"preset": "measure", "advantages": "remax"}})
+
+
+def test_groups_that_an_evaluation_spreads_over_ranks_are_refused() -> None:
+    stages = stage(Objective(), ReMax())
+    args = SimpleNamespace(
+        per_device_train_batch_size=4, steps_per_generation=1, num_generations=4, num_generations_eval=4,
+        per_device_eval_batch_size=2, eval_strategy="steps", async_rollouts=None, logit_fusion=None,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="with groups of evaluations that are spread over ranks"):
+        check_trainer_greedy(args, stages, {})
+    args.eval_strategy = "no"
+    check_trainer_greedy(args, stages, {})
+    trainer = SimpleNamespace(model=SimpleNamespace(training=False), num_generations_eval=4)
+    with pytest.raises(NotImplementedError, match=r"num_generations_eval \(4\) with advantages 'remax', but got 2"):
+        greedy_rewards(trainer, [{"prompt": "w1"}] * 2)

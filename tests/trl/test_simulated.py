@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
-from trainer_runs import generation_batches, records
+from plain_greedy import plain_greedy
+from tiny_models import EOS, score_last_word, tiny_model
+from trainer_runs import LENGTH, generation_batches, records
 
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.engines.kv_cache import KVCache, kv_cache_of, set_kv_cache
@@ -104,6 +105,23 @@ def test_the_reference_is_the_policy_in_its_dense_context(build: Callable[..., A
     expected = float((gap.exp() - gap - 1).mean())
     assert expected > 0.01 and records(trainer)[0]["offpolicy/loss/kl"] == pytest.approx(expected, rel=0.02)
     assert trainer.ref_model is None and kv_cache_of(trainer.model) == KVCache(**SPARSE)
+
+
+def test_the_greedy_completion_of_remax_is_the_engines(build: Callable[..., Any], tokenizer: Any) -> None:
+    engine = {"weight_rounding": "int3"}
+    trainer = build(None, engine=engine, offpolicy={"preset": "paper/tis", "advantages": "remax"}, max_steps=1)
+    made = generation_batches(trainer)
+    trainer.train()
+    batch, found = made[0], {}
+    for who, model in {"engine": as_the_engine(tiny_model(), engine), "learner": tiny_model()}.items():
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        ]
+        greedy = [plain_greedy(model, ids, length=LENGTH, ends={EOS}) for ids in prompts]
+        baseline = score_last_word(tokenizer.batch_decode(greedy, skip_special_tokens=True))
+        found[who] = batch["rewards"] - torch.tensor(baseline)
+    torch.testing.assert_close(batch["advantages"], found["engine"])
+    assert not torch.allclose(found["engine"], found["learner"])  # the test could not fail otherwise
 
 
 def test_what_does_not_go_together_is_refused(make_args: Callable[..., Any], build: Callable[..., Any]) -> None:

@@ -381,7 +381,7 @@ METHODS: dict[str, Row] = {
             aggregation="seq_mean_token_mean",
         ),
         "Quantised rollouts: the trainer computes with the engine's rounded weights, so that both are one policy, with "
-        "TBPO as the loss. Needs vLLM or a server; an engine with quantised kernels of its own takes "
+        "TBPO as the loss. An engine with quantised kernels of its own takes "
         "learner_rounding: fp8 (or its type) in place of engine.weight_rounding.",
         formula="s in its band, s = (prod_t pi / pi_old)^(1/T); w = min((prod_t pi_old / mu)^(1/T), C)",
     ),

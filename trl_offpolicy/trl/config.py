@@ -116,8 +116,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             token, so that both sides are one policy; or a cache of its own, such as ``fp8`` or ``{keep_first: 4,
             keep_last: 64}`` (:mod:`trl_offpolicy.rollouts.compressed_forward`). None = over all keys and values.
         kl_reference: of what the KL term is: ``initial``, the model at the start; or ``dense_context``, the policy
-            itself over all keys and values, at the weights that sampled, which ``offpolicy.objective.kl`` then distils
-            into the compressed context.
+            itself over all keys and values, at the weights when the batch is scored, which ``offpolicy.objective.kl``
+            then distils into the compressed context.
         perturbation: standard deviation of noise on the hidden states of the forwards that learn (ALP), or a mapping
             of :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`. None = no noise.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.

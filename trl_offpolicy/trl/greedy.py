@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,11 @@ def check_trainer_greedy(args: Any, stages: Stages | None, given: Mapping[str, A
     refused = {name: bool(given.get(name)) for name in ("rollout_func", "tools", "environment_factory")}
     refused |= {"async_rollouts": args.async_rollouts is not None, "logit_fusion": args.logit_fusion is not None}
     refused["groups that are spread over ranks"] = rows % args.num_generations != 0
+    held_out = args.num_generations_eval or args.num_generations
+    evaluates = args.eval_strategy != "no"
+    refused["groups of evaluations that are spread over ranks"] = (
+        evaluates and args.per_device_eval_batch_size % held_out != 0
+    )
     check_greedy(stages, refused)
 
 
@@ -48,9 +54,14 @@ def greedy_rewards(trainer: Any, inputs: Sequence[Mapping[str, Any]]) -> Tensor:
         inputs: B rows of the data set, whole groups after each other.
 
     Raises:
-        NotImplementedError: the prompts have images.
+        NotImplementedError: the prompts have images, or rows of one prompt are on several ranks.
     """
     count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    if len(inputs) % count:  # in an evaluation that the configuration does not announce
+        raise NotImplementedError(
+            f"per_device_eval_batch_size must be a multiple of num_generations_eval ({count}) with advantages 'remax', "
+            f"but got {len(inputs)}: a prompt's rows must be on one rank."
+        )
     rows = list(inputs[::count])
     prompts = copy.deepcopy([row["prompt"] for row in rows])
     ids, images, fields = trainer._tokenize_prompts(prompts)
@@ -58,8 +69,10 @@ def greedy_rewards(trainer: Any, inputs: Sequence[Mapping[str, Any]]) -> Tensor:
         raise NotImplementedError(NO_IMAGES)
     engine = trainer.vllm_generation if trainer.use_vllm else None
     seen = len(getattr(engine, "calls", ()))
-    with _greedy(trainer, engine):
-        completion_ids, _ = GRPOTrainer._generate_single_turn(trainer, ids, None, fields, 1)
+    sample = partial(GRPOTrainer._generate_single_turn, trainer)
+    counted = trainer.model.training
+    with trainer._clock.part("generation", counted=counted), _greedy(trainer, engine):
+        completion_ids, _ = trainer._simulated.turn(sample, ids, None, fields, 1)
     if engine is not None:  # what it reports belongs to rows that are learned from
         del engine.calls[seen:]
         for store in (engine.kept, engine.routes):
@@ -67,7 +80,7 @@ def greedy_rewards(trainer: Any, inputs: Sequence[Mapping[str, Any]]) -> Tensor:
                 store.clear()
     completions = _texts(trainer, prompts, ids, completion_ids)
     quiet = {"_log_completion_extra": _ignore, "_log_metric": _ignore}
-    with rebound(trainer, **quiet):
+    with trainer._clock.part("rewards", counted=counted), rebound(trainer, **quiet):
         by_function = GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, completion_ids)
     first = trainer.accelerator.process_index * len(rows)  # of all ranks
     return baseline_of_rows(by_function[first : first + len(rows)], trainer.reward_weights, count)

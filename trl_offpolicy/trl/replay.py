@@ -15,6 +15,7 @@ from trl.trainer.utils import use_adapter
 
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.ahead.old_policy import PROXIMAL
+from trl_offpolicy.rollouts.compressed_forward import DENSE
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.mixing import (
     check_sizes,
@@ -113,7 +114,9 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         return PROXIMAL if self.model.training else super()._name_of_scores  # replayed rows are of older weights
 
     def _score_reference(self, rows: dict[str, Any]) -> Tensor:
-        """(B, T) log-probs of the reference model, or of the policy without its adapter, as TRL scores fresh rows."""
+        """(B, T) log-probs of what fresh rows have: the dense context, the reference model, or no adapter."""
+        if self.args.kl_reference == DENSE:
+            return self._score_dense(rows)
         scored, alone = self.ref_model, nullcontext()
         if scored is None:
             model = self.accelerator.unwrap_model(self.model)

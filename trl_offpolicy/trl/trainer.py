@@ -324,7 +324,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return old, sums.completions(old.shape[1])
 
     def _score_dense(self, output: dict[str, Any]) -> Tensor:
-        """(B, T) log-probs of the policy over all keys and values, at the weights that sampled."""
+        """(B, T) log-probs of the policy over all keys and values, at the weights of now."""
         train, args = self._mode == "train", self.args
         size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
         with (

@@ -83,6 +83,10 @@ class FakeServer:
     def bind(self, source: Any) -> None:
         self._source = source
 
+    def confirm(self, proven: bool) -> bool:
+        """Every sync has sent everything."""
+        return False
+
     def sync_weights(self, version: int) -> SyncReport:
         with self._lock:
             self._model.load_state_dict(dict(self._source.merged()))
