@@ -66,7 +66,10 @@ MAPPING_KEYS = ("preset", "framework", "options", "file", "correction", "objecti
 """Keys of the mapping in which a user describes the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
-BESIDE = ("control", "engine", "replay", "routing_replay", "async_rollouts", "correct_threshold")
+BESIDE = (
+    "control", "engine", "replay", "routing_replay", "async_rollouts", "correct_threshold", "learner_rounding",
+    "learner_kv_cache", "kl_reference", "perturbation",
+)  # fmt: skip
 """Fields of the trainers that are easily taken for keys of the mapping."""
 
 
