@@ -25,15 +25,20 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize(("gpu", "kernel"), [(False, None), (True, "packed once")])
-def test_kernels_of_experts_are_built_again_on_a_cpu_only(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, kernel: str | None
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_kernels_of_experts_that_are_reloaded_are_built_again_on_a_cpu_only(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, kernel: str | None, reloaded: bool
 ) -> None:
+    """A layer to which a sync brings nothing keeps its kernel."""
     monkeypatch.setattr(cpu_bugs, "machine_has_gpu", lambda: gpu)
     built = model()
+    experts: Any = built[0].quant_method
     with cpu_bugs.cpu_reload(built):
-        pass
-    assert built[0].quant_method.moe_kernel == kernel  # type: ignore[index,union-attr]
-    assert not hasattr(built[1].quant_method, "moe_kernel")  # type: ignore[index]
+        assert experts.moe_kernel == kernel  # where there is none, vLLM builds one when it has loaded the weights
+        if reloaded:
+            experts.moe_kernel = "packed again"
+    assert experts.moe_kernel == ("packed again" if reloaded else "packed once")
+    assert not hasattr(built[1].quant_method, "moe_kernel")
 
 
 def test_a_reload_on_a_servers_worker_forgets_the_kernels_first(monkeypatch: pytest.MonkeyPatch) -> None:
