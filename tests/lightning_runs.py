@@ -140,3 +140,19 @@ class Watch(pl.Callback):
             named = pl_module.policy.named_parameters()
             self.weights.append({name: p.detach().clone() for name, p in named})
             self.logs.append(dict(pl_module.step_logs))
+
+
+class Rows(pl.Callback):
+    """Keeps every generation batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        generate = pl_module.generation._generate
+
+        def kept(step: Any) -> dict[str, Any]:
+            self.batches.append(generate(step))
+            return dict(self.batches[-1])
+
+        pl_module.generation._generate = kept

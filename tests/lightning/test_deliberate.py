@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning_runs import OwnMismatch, Watch, data, module, trainer
+from lightning_runs import OwnMismatch, Rows, Watch, data, module, trainer
 from tiny_models import save_tiny_model, tiny_model, tiny_prompts
 
 from lightning_module import OffPolicyGRPOModule
@@ -29,22 +28,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def with_teacher(teacher: str, **options: Any) -> OffPolicyGRPOModule:
     given = {name: options.pop(name) for name in ("alpha", "steps", "difficulty") if name in options}
     return module({"type": "transformers", "logit_fusion": {"teacher": teacher, **given}}, **options)
-
-
-class Rows(pl.Callback):
-    """Keeps every generation batch."""
-
-    def __init__(self) -> None:
-        self.batches: list[dict[str, Any]] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        generate = pl_module.generation._generate
-
-        def kept(step: Any) -> dict[str, Any]:
-            self.batches.append(generate(step))
-            return dict(self.batches[-1])
-
-        pl_module.generation._generate = kept
 
 
 def mixed(student: Any, batch: dict[str, Any], share: float) -> torch.Tensor:

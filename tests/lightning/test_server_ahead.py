@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.server.servers import Server
-from tiny_models import LONG_CONTEXT, save_tiny_model
+from engines.server.servers import Server, long_context_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -23,12 +22,9 @@ AGREE = 2e-3
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
-    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8", "--max-loras", "3")
-    running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
-    yield running
-    running.kill()
+    flags = ("--max-num-seqs", "8", "--max-loras", "3")
+    with long_context_server(tmp_path_factory.mktemp("server"), *flags, lora_rank=8) as running:
+        yield running
 
 
 def run(server: Server, folder: Path, *flags: str) -> dict[str, Any]:

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_runs import Watch, data, module, trainer
+from lightning_runs import Rows, Watch, data, module, trainer
+from plain_simulated import SPARSE, as_the_engine, logps
 from tiny_models import tiny_model
 
 from lightning_module.engines import build_engine, check_options
-from trl_offpolicy.engines.kv_cache import KVCache, set_kv_cache
-from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 
 pytestmark = pytest.mark.integration
 
-SPARSE = {"keep_first": 1, "keep_last": 2}
 CASES: dict[str, dict[str, Any]] = {
     "evicting": {"kv_cache": SPARSE},
     "one precision": {"kv_cache": {"rounding": "fp8", "scale": 0.02}, "weight_rounding": "fp8"},
 }
 NAMES = {"kv_cache": "learner_kv_cache", "weight_rounding": "learner_rounding"}
-
-
-class Rows(pl.Callback):
-    """Keeps every generation batch."""
-
-    def __init__(self) -> None:
-        self.batches: list[dict[str, Any]] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        generate = pl_module.generation._generate
-
-        def kept(step: Any) -> dict[str, Any]:
-            self.batches.append(generate(step))
-            return dict(self.batches[-1])
-
-        pl_module.generation._generate = kept
 
 
 def run(folder: Path, engine: dict[str, Any], steps: int = 1, **options: Any) -> tuple[Any, Rows, Watch]:
@@ -48,26 +28,10 @@ def run(folder: Path, engine: dict[str, Any], steps: int = 1, **options: Any) ->
     return ours, rows, watch
 
 
-@torch.no_grad()
-def logps(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """(B, T), one row at a time and without padding."""
-    found = torch.zeros(batch["completion_ids"].shape)
-    for row, (prompt, completion) in enumerate(zip(batch["prompt_ids"], batch["completion_ids"], strict=True)):
-        prompt = prompt[batch["prompt_mask"][row].bool()]
-        completion = completion[batch["completion_mask"][row].bool()]
-        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        found[row, : len(completion)] = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
-    return found
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_sampling_policy_is_the_engine_and_a_learner_alike_has_a_ratio_of_one(case: str, tmp_path: Path) -> None:
     engine = CASES[case]
-    other = copy.deepcopy(tiny_model())
-    if "weight_rounding" in engine:
-        rounding = parse_rounding(engine["weight_rounding"])
-        other.load_state_dict(dict(round_weights(tiny_model().state_dict().items(), rounding)))
-    set_kv_cache(other, KVCache(**engine["kv_cache"]))
+    other = as_the_engine(tiny_model(), engine)
     ours, rows, watch = run(tmp_path / "plain", engine)
     batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
     expected, plain = logps(other, batch), logps(tiny_model(), batch)

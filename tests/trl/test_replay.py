@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from plain_simulated import SPARSE, logps
 from tiny_models import score_last_word, tiny_model, tiny_prompts
 from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, TIMES, Engine, records, rollouts
 
@@ -55,8 +56,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
 
 def test_replayed_rows_have_the_dense_context_as_their_reference_as_fresh_ones_have(make: Make) -> None:
     kl = {"preset": "paper/tis", "objective": {"kl": {"coef": 0.1}}}
-    cache = {"keep_first": 1, "keep_last": 2}
-    trainer = make(learner_kv_cache=cache, kl_reference="dense_context", offpolicy=kl)
+    trainer = make(learner_kv_cache=SPARSE, kl_reference="dense_context", offpolicy=kl)
     scored: list[tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]] = []
     score = trainer._score_reference
 
@@ -71,13 +71,7 @@ def test_replayed_rows_have_the_dense_context_as_their_reference_as_fresh_ones_h
     for rows, found, weights in scored:
         plain = tiny_model()
         plain.load_state_dict(weights)
-        ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
-        mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        with torch.no_grad():
-            logits = plain(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        length, here = rows["completion_ids"].shape[1], rows["completion_mask"].bool()
-        dense = logits[:, -length - 1 : -1].log_softmax(-1).gather(2, rows["completion_ids"][..., None])[..., 0]
+        dense, here = logps(plain, rows), rows["completion_mask"].bool()
         torch.testing.assert_close(found[here], dense[here], rtol=0, atol=1e-3)
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from plain_greedy import plain_greedy
+from plain_simulated import SPARSE, as_the_engine, logps
 from tiny_models import EOS, score_last_word, tiny_model
 from trainer_runs import LENGTH, generation_batches, records
 
 from trl_offpolicy.diagnosis.doctor import examine
-from trl_offpolicy.engines.kv_cache import KVCache, kv_cache_of, set_kv_cache
-from trl_offpolicy.engines.rounding import parse_rounding, round_weights
+from trl_offpolicy.engines.kv_cache import KVCache, kv_cache_of
 
 pytestmark = pytest.mark.integration
 
-SPARSE = {"keep_first": 1, "keep_last": 2}
 CASES: dict[str, dict[str, Any]] = {
     "evicting": {"kv_cache": SPARSE},
     "fp8 cache": {"kv_cache": {"rounding": "fp8", "scale": 0.02}},
@@ -33,29 +31,6 @@ CAUSES = {"evicting": "compressed_cache", "fp8 cache": "precision"}
 def learner_of(engine: dict[str, Any]) -> dict[str, str]:
     names = {"kv_cache": "learner_kv_cache", "weight_rounding": "learner_rounding"}
     return {names[name]: "engine" for name in engine}
-
-
-def as_the_engine(model: Any, engine: dict[str, Any]) -> Any:
-    """A copy that holds rounded weights and has the cache, without this trainer."""
-    other = copy.deepcopy(model)
-    if "weight_rounding" in engine:
-        rounding = parse_rounding(engine["weight_rounding"])
-        other.load_state_dict(dict(round_weights(model.state_dict().items(), rounding)))
-    if "kv_cache" in engine:
-        set_kv_cache(other, KVCache(**engine["kv_cache"]))
-    return other
-
-
-@torch.no_grad()
-def logps(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """(B, T), one row at a time and without padding."""
-    found = torch.zeros(batch["completion_ids"].shape)
-    for row, (prompt, completion) in enumerate(zip(batch["prompt_ids"], batch["completion_ids"], strict=True)):
-        prompt = prompt[batch["prompt_mask"][row].bool()]
-        completion = completion[batch["completion_mask"][row].bool()]
-        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        found[row, : len(completion)] = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
-    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -151,12 +151,12 @@ def check_kl_reference(value: Any, *, cache: KVCache | None, has_kl: bool, where
 def in_dense_context(model: nn.Module) -> Iterator[None]:
     """A context in which the learner's forward sees a whole, unrounded cache: the teacher of the KL term.
 
-    The distillation of Shadow Mask Distillation is made of two parts that are here already: this policy at the weights
-    that sampled gives ``ref_per_token_logps``, and the objective's KL term is estimated on the sampled tokens, which
-    are drawn in the compressed context. So it is KL(compressed || dense) per token in nats, and the gradient passes
-    through the compressed forward alone. The paper's own form of the term is not known here (its abstract and
-    summaries name a full-context teacher and a sparse-context student, no formula): the direction, and the sampled
-    estimate in place of a sum over the vocabulary, are this kit's choice.
+    The distillation of Shadow Mask Distillation is made of two parts that are here already: this policy, at the weights
+    when a batch is scored, gives ``ref_per_token_logps``, and the objective's KL term is estimated on the sampled
+    tokens, which are drawn in the compressed context. So it is KL(compressed || dense) per token in nats, and the
+    gradient passes through the compressed forward alone. The paper's own form of the term is not known here (its
+    abstract and summaries name a full-context teacher and a sparse-context student, no formula): the direction, and the
+    sampled estimate in place of a sum over the vocabulary, are this kit's choice.
     """
     with with_kv_cache(innermost(model), None):
         yield

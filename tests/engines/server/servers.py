@@ -7,9 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tiny_models import LONG_CONTEXT, save_tiny_model
 
 from trl_offpolicy.engines.server.client import Patience, ServerClient
 
@@ -66,3 +70,13 @@ class Server:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+@contextmanager
+def long_context_server(folder: Path, *flags: str, lora_rank: int = 0) -> Iterator[Server]:
+    """A server of the tiny model for long responses, with further ``flags`` of vLLM; it ends with the context."""
+    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
+    length = ("--max-model-len", str(LONG_CONTEXT))
+    running = Server(model, folder / "log", lora_rank=lora_rank, flags=(*length, "--", *flags)).start()
+    yield running
+    running.kill()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.server.servers import Server
-from tiny_models import LONG_CONTEXT, save_tiny_model
+from engines.server.servers import Server, long_context_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -25,22 +24,15 @@ The weights of another version are 3 nats away or more (both seen in four runs).
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
-    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8")
-    running = Server(model, folder / "log", flags=flags).start()
-    yield running
-    running.kill()
+    with long_context_server(tmp_path_factory.mktemp("server"), "--max-num-seqs", "8") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def server_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("adapters")
-    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
-    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "2", "--max-loras", "3")
-    running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
-    yield running
-    running.kill()
+    flags = ("--max-num-seqs", "2", "--max-loras", "3")
+    with long_context_server(tmp_path_factory.mktemp("adapters"), *flags, lora_rank=8) as running:
+        yield running
 
 
 def run(server: Server, folder: Path, *flags: str, processes: int = 1, strategy: str | None = None) -> dict[str, Any]:
