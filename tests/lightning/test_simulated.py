@@ -57,7 +57,7 @@ def test_the_reference_is_the_policy_in_its_dense_context(tmp_path: Path) -> Non
     assert ours.generation._reference is None
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused(model_folder: Any) -> None:
     for kind in ("vllm", "server"):
         with pytest.raises(ValueError, match=rf"^engine\.kv_cache must be left out with engine\.type '{kind}', as"):
             check_options({"type": kind, "kv_cache": SPARSE})
@@ -67,6 +67,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         module("transformers", kl_reference="dense_context")
     with pytest.raises(ValueError, match=r"^objective\.kl must be given with kl_reference 'dense_context'"):
         module("transformers", kl_reference="dense_context", learner_kv_cache=SPARSE)
-    spec = {"type": "transformers", "kv_cache": SPARSE, "logit_fusion": ".cache/SmolLM2-135M-Instruct"}
+    spec = {"type": "transformers", "kv_cache": SPARSE, "logit_fusion": str(model_folder("llama"))}
     with pytest.raises(ValueError, match=r"^engine\.logit_fusion must be left out with a simulated engine"):
         build_engine(spec, model_name=None, policy=tiny_model, pad_token_id=0, eos_token_ids=[1], run="", folder=Path())
