@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_module import models
-from lightning_module.engines import engine_type, rounding_of, transfer_of
+from lightning_module.engines import engine_type, forward_of, transfer_of
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
@@ -296,7 +296,7 @@ def sample_ahead(module: Host) -> ModuleAhead | None:
             "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
             "http://127.0.0.1:8000}."
         )
-    check_keeps(settings, transfer_of(given["engine"]), rounding_of(given["engine"])["weight_rounding"])
+    check_keeps(settings, transfer_of(given["engine"]), forward_of(given["engine"])["weight_rounding"])
     check_arguments(settings, given)
     settings.check_sampling(module.sampling.extra)
     check_objective(settings, module.objective)

@@ -82,10 +82,15 @@ def check_options(spec: Any) -> None:
         raise ValueError(f"engine.{name} is no option of {kind!r}, which has {', '.join(own)}.{near(str(name), own)}")
 
 
-def rounding_of(spec: Any) -> dict[str, Any]:
-    """The ``engine`` setting's ``weight_rounding``, of an engine that is built already as well; None = none."""
-    own = spec.get("weight_rounding") if isinstance(spec, Mapping) else getattr(spec, "weight_rounding", None)
-    return {"weight_rounding": own}
+def forward_of(spec: Any) -> dict[str, Any]:
+    """The ``engine`` setting's ``weight_rounding`` and ``kv_cache``, of an engine that is built already as well.
+
+    They are what ``learner_rounding: engine`` and ``learner_kv_cache: engine`` repeat; None = none.
+    """
+    if isinstance(spec, Mapping):
+        return {name: spec.get(name) for name in SIMULATED}
+    holder = simulated_of(spec) if isinstance(spec, TransformersEngine) else spec
+    return {name: getattr(holder, name, None) for name in SIMULATED}
 
 
 def transfer_of(spec: Any) -> str:

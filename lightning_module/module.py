@@ -26,9 +26,9 @@ from lightning_module.engines import (
     check_options,
     check_sampling,
     engine_type,
+    forward_of,
     fusion_of,
     reports_logps_of,
-    rounding_of,
 )
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
@@ -246,8 +246,8 @@ class OffPolicyGRPOModule(LightningModule):
             ValueError: a setting is wrong.
         """
         given, engine = self.settings, self.settings["engine"]
-        parse_learner_rounding(given["learner_rounding"], rounding_of(engine))
-        cache = parse_learner_kv_cache(given["learner_kv_cache"], engine)
+        parse_learner_rounding(given["learner_rounding"], forward_of(engine))
+        cache = parse_learner_kv_cache(given["learner_kv_cache"], forward_of(engine))
         has_kl = self.objective.kl is not None
         check_kl_reference(given["kl_reference"], cache=cache, has_kl=has_kl, where="objective.kl")
         parse_perturbation(given["perturbation"])
@@ -303,8 +303,9 @@ class OffPolicyGRPOModule(LightningModule):
             given["model"], given["model_options"], given["adapter"], checkpointing=given["gradient_checkpointing"]
         )
         self.experts.prepare(self.policy)
-        round_learner(given["learner_rounding"], rounding_of(given["engine"]), self.policy)
-        compress_learner(given["learner_kv_cache"], given["engine"], self.policy)
+        of_engine = forward_of(given["engine"])
+        round_learner(given["learner_rounding"], of_engine, self.policy)
+        compress_learner(given["learner_kv_cache"], of_engine, self.policy)
         if self.objective.kl is not None and given["kl_reference"] == INITIAL:
             self.generation.keep_reference()
         if self.device_mesh is not None:

@@ -12,6 +12,8 @@ from plain_simulated import SPARSE, as_the_engine, logps
 from tiny_models import tiny_model
 
 from lightning_module.engines import build_engine, check_options
+from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.rollouts.compressed_forward import parse_simulated
 
 pytestmark = pytest.mark.integration
 
@@ -44,6 +46,22 @@ def test_the_sampling_policy_is_the_engine_and_a_learner_alike_has_a_ratio_of_on
     learner = {NAMES[name]: "engine" for name in engine}
     _, _, watch = run(tmp_path / "alike", engine, steps=2, **learner)
     assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+
+
+def test_an_engine_that_is_built_is_repeated_as_well(tmp_path: Path) -> None:
+    policy = tiny_model()
+    simulated = parse_simulated({"kv_cache": SPARSE, "weight_rounding": "fp8"})
+    engine = TransformersEngine(lambda: policy, pad_token_id=0, eos_token_ids=[1], simulated=simulated)
+    options = {"learner_kv_cache": "engine", "learner_rounding": "engine", "sync_check": True, "model": policy}
+    rows, watch = Rows(), Watch()
+    ours = module(engine, **options)
+    trainer(tmp_path, callbacks=[rows, watch], max_steps=2, accumulate_grad_batches=2).fit(ours, data())
+    assert ours.generation.reports_logps
+    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+    plain = TransformersEngine(lambda: policy, pad_token_id=0, eos_token_ids=[1])
+    for option in ("learner_kv_cache", "learner_rounding"):
+        with pytest.raises(ValueError, match=rf"must be given with {option} 'engine', but it is absent"):
+            module(plain, **{option: "engine"})
 
 
 def test_the_reference_is_the_policy_in_its_dense_context(tmp_path: Path) -> None:
