@@ -11,7 +11,8 @@ backward, in a process of its own, forked from one that has computed nothing; th
 size above that before the forward, in MB. "inputs alone" is the backward of a plain sum: the gradients of hidden states
 and weight, which every head has to make. With ``--layers`` hidden states come from a Llama of so many layers, and
 "inputs alone" is that model's own forward and backward, without a head. ``--time`` compares CPU time in interleaved
-rounds in one process, and the gradients.
+rounds in one process, and the gradients. With ``--device cuda`` memory is what PyTorch allocated there, all in one
+process, and TRL's head has its kernels.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 def inputs(tokens: int, args: argparse.Namespace) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
     """How to get the (N, H) hidden states; the (V, H) head; (N,) targets."""
     torch.manual_seed(0)
-    targets = torch.randint(args.vocabulary, (tokens,))
+    targets = torch.randint(args.vocabulary, (tokens,)).to(args.device)
     if args.layers == 0:
-        hidden = torch.randn(tokens, args.hidden, requires_grad=True)
-        return lambda: hidden, (0.3 * torch.randn(args.vocabulary, args.hidden)).requires_grad_(), targets
+        hidden = torch.randn(tokens, args.hidden).to(args.device).requires_grad_()
+        weight = (0.3 * torch.randn(args.vocabulary, args.hidden)).to(args.device).requires_grad_()
+        return lambda: hidden, weight, targets
     from transformers import LlamaConfig, LlamaModel
 
     shape = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers}
     heads = {"num_attention_heads": args.hidden // 64, "num_key_value_heads": args.hidden // 64}
-    model = LlamaModel(LlamaConfig(vocab_size=args.vocabulary, **shape, **heads))
+    model = LlamaModel(LlamaConfig(vocab_size=args.vocabulary, **shape, **heads)).to(args.device)
     ids = targets.view(-1, min(tokens, 256))  # rows of 256 tokens; embedding and head are tied
     return lambda: model(input_ids=ids).last_hidden_state.flatten(0, 1), model.embed_tokens.weight, targets
 
@@ -93,8 +95,13 @@ def resident(field: str) -> float:
 
 
 def peak_of(head: str, tokens: int, args: argparse.Namespace) -> float:
-    """Peak of one step above what was resident before it, bytes; for a fresh process."""
+    """Peak of one step above what was held before it, bytes; on a CPU for a fresh process."""
     states, weight, targets = inputs(tokens, args)
+    if args.device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        step(head, states(), weight, targets)
+        return float(torch.cuda.max_memory_allocated() - allocated)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
     step(head, states(), weight, targets)
@@ -102,7 +109,7 @@ def peak_of(head: str, tokens: int, args: argparse.Namespace) -> float:
 
 
 def print_peaks(args: argparse.Namespace) -> None:
-    """The table of peaks; each number comes from a process of its own."""
+    """The table of peaks; on a CPU each number comes from a process of its own."""
     heads = [NOTHING, *args.heads]
     if "trl" in heads:
         import trl.trainer.utils  # noqa: F401 - loaded before any measurement
@@ -110,6 +117,9 @@ def print_peaks(args: argparse.Namespace) -> None:
     for tokens in args.tokens:
         found = {}
         for head in heads:
+            if args.device != "cpu":
+                found[head] = peak_of(head, tokens, args) / MEGABYTE
+                continue
             with multiprocessing.get_context("fork").Pool(1) as alone:
                 found[head] = alone.apply(peak_of, (head, tokens, args)) / MEGABYTE
         ratio = f"{found['kit'] / found[NOTHING]:.2f}" if "kit" in found else "-"
@@ -149,13 +159,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="of the model before the head; 0 = random hidden states")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS)[1:], default=["trl", "kit"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--time", action="store_true", help="CPU time instead of memory")
     parser.add_argument("--short", action="store_true", help="sizes of a second")
     args = parser.parse_args()
+    if args.time and args.device != "cpu":
+        parser.error(f"--device must be cpu with --time, which measures CPU time, but got {args.device}.")
     if args.short:
         args.tokens, args.vocabulary, args.hidden, args.rounds = [256], 20_000, 64, 1
     shape: dict[str, Any] = {name: getattr(args, name) for name in ("vocabulary", "hidden", "layers")}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {shape}, kit's tile {TILE}")
+    where = f"{args.device}, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {where}, float32, {shape}, kit's tile {TILE}")
     (print_times if args.time else print_peaks)(args)
 
 

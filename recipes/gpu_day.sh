@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What to run when a machine with one GPU is at hand, the most wanted first, in under 40 minutes. Needs no network.
 #   recipes/gpu_day.sh [--rehearse] [--out DIR] [STEP ...]
-#     STEP        only these: tests probe routing sampling nccl cost time quickstart gsm8k (default: all, in this order)
+#     STEP        only these: tests probe routing sampling nccl cost time quickstart gsm8k scoring head profile
+#                 (default: all, in this order; the last three take a further 40 minutes)
 #     --rehearse  the same commands with small sizes on a CPU: do they start, end and report?
 #     --out DIR   logs and runs (default: runs/gpu_day; --rehearse: runs/gpu_day_rehearsal)
 #   PYTHON        interpreter (default: .venv/bin/python, else python); VERL_PYTHON: one that has verl, for the step cost
@@ -23,7 +24,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-ALL=(tests probe routing sampling nccl cost time quickstart gsm8k)
+ALL=(tests probe routing sampling nccl cost time quickstart gsm8k scoring head profile)
 [ ${#STEPS[@]} -gt 0 ] || STEPS=("${ALL[@]}")
 OUT=${OUT:-runs/gpu_day${REHEARSE:+_rehearsal}}
 MODEL=${MODEL:-.cache/SmolLM2-135M-Instruct}
@@ -109,6 +110,24 @@ gsm8k() { # the shape of recipes/grpo_tis_gsm8k, on questions that need no netwo
             --gradient_accumulation_steps 1 --vllm_max_model_length 512 --eval_size 4 || echo --max_steps 20 --eval_size 32)
 }
 
+scoring() { # forward and backward without padding and without a prompt twice
+    local shape
+    for shape in "--prompt 512 --completion 64" "--prompt 64 --completion 512 --lengths tail"; do
+        $PYTHON benchmarks/scoring_speed.py --model "$MODEL" --device $DEVICE $shape \
+            $([ -n "$REHEARSE" ] && echo --prompt 32 --completion 8 --micro-batches 1 --rounds 1 || echo --rounds 5) || return
+    done
+}
+
+head_memory() { # log-probs without logits, vocabulary 150,000
+    $PYTHON benchmarks/head_memory.py --device $DEVICE \
+        $([ -n "$REHEARSE" ] && echo --short || echo --tokens 8192 32768 --heads trl kit)
+}
+
+profile() { # a step by part: stock TRL, stock with its correction, this kit; goes on where it stopped
+    $PYTHON benchmarks/step_profile.py --model "$MODEL" --device $DEVICE --out "$OUT/profile.jsonl" \
+        $([ -n "$REHEARSE" ] && echo --quick || echo --all --rounds 3)
+}
+
 on_gpu() { [ -n "$REHEARSE" ] && echo --use_cpu true --bf16 false --dtype float32 || echo --use_cpu false --bf16 true; }
 
 # --- run ----------------------------------------------------------------------------------------------------------------
@@ -124,6 +143,7 @@ for step in "${STEPS[@]}"; do
     echo "$step: running, log in $OUT/$step.log"
     run=$step
     [ "$step" = time ] && run=time_of_step
+    [ "$step" = head ] && run=head_memory
     if "$run" >"$OUT/$step.log" 2>&1; then
         echo $((SECONDS - started)) >"$OUT/$step.ok"
         echo "$step: ok, $((SECONDS - started)) s"

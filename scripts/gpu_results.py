@@ -23,6 +23,9 @@ STEPS = {
     "time": "Training step against stock TRL",
     "quickstart": "Quickstart, corrected and only measured",
     "gsm8k": "The shape of grpo_tis_gsm8k",
+    "scoring": "Scoring without padding and without a prompt twice",
+    "head": "Peak memory of log-probs without logits",
+    "profile": "A step by part, against stock TRL",
 }
 LINES = 60
 """Last lines of a log that are kept."""
