@@ -17,6 +17,7 @@ from trl_offpolicy.engines.norm_noise import NormNoise, parse_noise
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
+from trl_offpolicy.engines.weights.files import weights_folder
 from trl_offpolicy.parts import read_numbers
 
 Transfer = Literal["auto", "memory", "folder", "adapter", "broadcast", "nccl"]
@@ -34,6 +35,7 @@ class EngineSettings:
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`. Without vLLM ``generate`` samples with them.
         folder: folder for a server's weights, which both must see. Default: ``_engine_weights`` in the run's folder.
+            ``memory`` = in this machine's shared memory, which needs room for three versions.
         timeout: seconds for one request to a server.
         retries: further tries of a request.
         check_sync: prove on a probe after every sync that the weights arrived.
@@ -94,7 +96,7 @@ class EngineSettings:
         own["kv_cache"] = parse_kv_cache(own.get("kv_cache"))
         own["norm_noise"] = parse_noise(own.get("norm_noise"))
         if own.get("folder") is not None:
-            own["folder"] = Path(own["folder"])
+            own["folder"] = weights_folder(own["folder"])
         if "arguments" in own:
             raise ValueError("engine.arguments must be left out: write vLLM's arguments into engine itself.")
         return cls(**own, arguments=given)

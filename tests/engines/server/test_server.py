@@ -84,6 +84,22 @@ def test_both_transfers_arrive_and_the_rollouts_are_of_the_new_weights(
         assert sorted(folders) == [f"{engine.run}-1", f"{engine.run}-2"]
 
 
+def test_weights_in_shared_memory_arrive_and_go(server: Server, fresh_model: Callable[..., Any]) -> None:
+    server_reset(server)
+    model = fresh_model()
+    engine, check = ServerEngine(server.url, folder="memory", api_key=KEY, patience=QUICK), SyncCheck()
+    assert engine.folder.parent == Path("/dev/shm")
+    engine.bind(ModelWeights(model))
+    for version in range(3):
+        nudge(model, 0.05)
+        assert engine.sync_weights(version).kind == "folder"
+        check.observe(version, engine=engine.score(PROBE), trainer=sequence_logps(model, PROBE, pad=0))
+    versions = [engine.folder / f"{engine.run}-{version}" for version in range(3)]
+    assert [path.is_dir() for path in versions] == [False, True, True]
+    engine.close()
+    assert not any(path.exists() for path in versions)
+
+
 def server_reset(server: Server) -> None:
     """As if freshly started, for a test that shares the server."""
     requests.post(

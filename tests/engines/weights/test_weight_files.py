@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.weights import files as weight_files
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
     require_same,
     require_writable,
     safe_child,
+    weights_folder,
     write_adapter,
     write_weights,
 )
@@ -198,6 +201,37 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     for path in (tmp_path / "file" / "b", Path("/proc/none")):
         with pytest.raises(ValueError, match=r"engine\.folder must be a folder that can be written to, but got /"):
             require_writable(path, where="engine.folder")
+
+
+def test_memory_is_a_folder_of_this_user_in_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
+    own = weights_folder("memory")
+    assert own == weights_folder(Path("memory")) == tmp_path / f"trl-offpolicy-{os.getuid()}"
+    assert EngineSettings.parse({"folder": "memory"}).folder == own
+    assert EngineSettings.parse({"folder": "./memory/x"}).folder == Path("memory/x").resolve()
+    run = WeightVersions(own, "mine")
+    run.claim()
+    assert own.stat().st_mode & 0o077 == 0  # nobody else reads the weights
+    run.close()
+    assert not own.exists()
+
+
+def test_a_name_in_shared_memory_that_somebody_else_took_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
+    own = weights_folder("memory")
+    own.symlink_to("/tmp")
+    with pytest.raises(ValueError, match=r"^engine\.folder must be a path, but got 'memory', and .* of this user"):
+        weights_folder("memory")
+    own.unlink()
+    own.mkdir()
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    (tmp_path / f"trl-offpolicy-{os.getuid()}").mkdir()
+    with pytest.raises(ValueError, match="of this user"):
+        weights_folder("memory")
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"this machine has no .*none"):
+        weights_folder("memory")
 
 
 @pytest.mark.parametrize("name", ["../v1", "a/b", "", ".."])

@@ -59,6 +59,7 @@ from trl_offpolicy.engines.weights.files import (
     require_writable,
     safe_child,
     shares_base,
+    weights_folder,
     write_adapter,
     write_weights,
 )
@@ -86,7 +87,8 @@ class ServerEngine:
 
     Args:
         base_url: ``http://127.0.0.1:8000``.
-        folder: weights are written here, one folder per version; the last two are kept, and what is in use.
+        folder: weights are written here, one folder per version; the last two are kept, and what is in use. "memory" =
+            shared memory, for a server on this machine.
         transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB). "auto" sends the adapter if it
             is all that is trained and the server can load it, else through a folder. "broadcast" sends merged weights
             straight into the server's workers (NCCL between GPUs, else Gloo), without a disk; a server that is started
@@ -118,7 +120,7 @@ class ServerEngine:
         if transfer not in get_args(Transfer):
             raise ValueError(f"transfer must be one of {list(get_args(Transfer))}, but got {transfer!r}.")
         self.client = ServerClient(base_url, api_key=api_key, patience=patience)
-        self.folder = Path(folder).resolve()
+        self.folder = weights_folder(folder)
         self.transfer = transfer
         self.weight_rounding = weight_rounding
         self.return_routing = return_routing

@@ -26,6 +26,9 @@ MANIFEST = "manifest.json"
 BASE = "base.json"
 """Of a folder with only a part of the weights: the name of the one, beside it, that has the others."""
 SHARD_BYTES = 2 * 1024**3
+MEMORY = "memory"
+"""The value of ``engine.folder`` for shared memory: nothing is written to a disk, and no disk is waited for."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def fsync(path: Path) -> None:
@@ -35,6 +38,23 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def weights_folder(folder: str | Path) -> Path:
+    """The folder that ``engine.folder`` means: ``memory`` is one in this machine's shared memory, of this user alone.
+
+    Raises:
+        ValueError: ``memory``, but this machine has none, or another user took the name there.
+    """
+    if str(folder) != MEMORY:
+        return Path(folder).resolve()
+    if not SHARED_MEMORY.is_dir():
+        raise ValueError(f"engine.folder must be a path, but got {MEMORY!r}, and this machine has no {SHARED_MEMORY}.")
+    own = SHARED_MEMORY / f"trl-offpolicy-{os.getuid()}"
+    # everyone may make files there, so the name may be somebody else's, or a link to another place
+    if own.is_symlink() or (own.exists() and own.stat().st_uid != os.getuid()):
+        raise ValueError(f"engine.folder must be a path, but got {MEMORY!r}, and {own} is not a folder of this user.")
+    return own
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, base: Path | None = None) -> int:
