@@ -146,10 +146,13 @@ def _precision(settings: Mapping[str, Any]) -> Fix | None:
 
 
 def _compressed(settings: Mapping[str, Any]) -> Fix | None:
-    """The learner's forward repeats the cache that the configuration gives the engine."""
+    """The learner's forward repeats the cache that the configuration gives the engine, or none if it gives none."""
     engine = settings.get("engine")
     if not isinstance(engine, Mapping) or engine.get("kv_cache") is None:
-        return None
+        if settings.get("learner_kv_cache") is None:
+            return None
+        text = "The learner computes over a compressed KV cache, and the engine does not. Let both hold all tokens."
+        return Fix(text, "learner_kv_cache: null\n")
     return Fix(
         "The learner computes over all keys and values, and the engine does not. Let the learner's forward repeat what "
         "the engine's cache holds.",

@@ -112,10 +112,16 @@ def test_declared_caches_are_compared() -> None:
     sparse = KVCache(keep_first=4, keep_last=64)
     engine = Declared(kv_cache=sparse.text, dtype="float32")
     found = differences(engine, Declared(kv_cache="auto"))["compressed_cache"]
-    assert (
-        found.certain and found.text == "the engine's KV cache holds the first 4 and last 64 tokens, the trainer's auto"
-    )
+    text = "the engine's KV cache holds the first 4 and last 64 tokens, the trainer's all tokens"
+    assert found.certain and found.text == text
     assert not differences(engine, Declared(kv_cache=sparse.text))
+    for whole in ("auto", None, "float32"):  # the learner repeats what the engine does not do
+        found = differences(Declared(kv_cache=whole, dtype="float32"), Declared(kv_cache=sparse.text))
+        assert list(found) == ["compressed_cache"] and "holds all tokens, the trainer's the first 4" in str(found)
+    said = differences(Declared(kv_cache="auto"), Declared(kv_cache="fp8"))["precision"].text
+    assert said == "keys and values stored as fp8 in the trainer"
+    other = differences(engine, Declared(kv_cache="the first 4 and last 32 tokens"))["compressed_cache"]
+    assert other.text.endswith("holds the first 4 and last 64 tokens, the trainer's the first 4 and last 32 tokens")
     assert "precision" in differences(Declared(kv_cache="fp8"), Declared(kv_cache="auto"))
     assert not differences(Declared(kv_cache="fp8"), Declared(kv_cache="fp8"))
 
@@ -129,5 +135,7 @@ def test_the_fix_is_that_of_the_run() -> None:
     assert lightning is not None and lightning.yaml == "model: {learner_kv_cache: engine}\n"
     other = fix_of("compressed_cache", {"settings": {"engine": {"dtype": "bfloat16"}}})
     assert other is not None and "keep_first" in other.yaml
+    learner = fix_of("compressed_cache", {"settings": {"engine": {}, "learner_kv_cache": sparse}})
+    assert learner is not None and learner.yaml == "learner_kv_cache: null\n"
     rounded = fix_of("precision", {"settings": {"engine": {"kv_cache": {**sparse, "rounding": "fp8"}}}})
     assert rounded is not None and rounded.yaml == "engine: {kv_cache: {keep_first: 4, keep_last: 64}}\n"

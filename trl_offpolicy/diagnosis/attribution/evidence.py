@@ -254,17 +254,33 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
         ]
         if texts:
             found[cause] = Statement(cause, "; ".join(texts))
-    same = engine.kv_cache == (trainer.kv_cache or "auto")
-    if EVICTING in (engine.kv_cache or "") and not same:
-        text = f"the engine's KV cache holds {engine.kv_cache}, the trainer's {trainer.kv_cache or 'all'}"
-        found["compressed_cache"] = Statement("compressed_cache", text)
-    elif engine.kv_cache not in (None, "auto", engine.dtype) and not same:
-        text = f"keys and values stored as {engine.kv_cache} in the engine"
-        known = [found["precision"].text] if "precision" in found else []
-        found["precision"] = Statement("precision", "; ".join([*known, text]))
+    if (cache := _caches(engine, trainer)) is not None:
+        known = [found[cache.cause].text] if cache.cause in found else []
+        found[cache.cause] = replace(cache, text="; ".join([*known, cache.text]))
     for cause, text in _possible(engine, trainer).items():
         found.setdefault(cause, Statement(cause, text, certain=False))
     return found
+
+
+def _caches(engine: Declared, trainer: Declared) -> Statement | None:
+    """What the KV caches of both sides say; None = nothing. One that is not declared is taken for whole."""
+    ours, theirs = (_compression(side) for side in (engine, trainer))
+    if ours == theirs:
+        return None
+    if EVICTING in f"{ours}{theirs}":
+        text = f"the engine's KV cache holds {ours or 'all tokens'}, the trainer's {theirs or 'all tokens'}"
+        return Statement("compressed_cache", text)
+    texts = [
+        f"keys and values stored as {kept} in the {side}"
+        for kept, side in ((ours, "engine"), (theirs, "trainer"))
+        if kept
+    ]
+    return Statement("precision", ", ".join(texts))
+
+
+def _compression(side: Declared) -> str | None:
+    """What its cache does to keys and values; None = nothing."""
+    return None if side.kv_cache in (None, "auto", side.dtype) else side.kv_cache
 
 
 EVICTING = "tokens"
