@@ -37,7 +37,7 @@ def scales(rule: StalenessCeiling | ESSStep, key: str, values: list[float]) -> l
     return found
 
 
-@picture("Two factors on the learning rate: by the lag of the rollouts, and by the drift that training makes", height=3.2)
+@picture("Two factors on the learning rate: by the lag of rollouts, and by the drift of training", height=3.2)
 def learning_rate(figure: Figure) -> None:
     """The ceiling over the lag; the ceiling over a run; the other controller's scale over a run."""
     left, middle, right = figure.subplots(1, 3)
@@ -93,9 +93,7 @@ def gac(figure: Figure) -> None:
     left.legend(loc="upper left")
     cosines = torch.linspace(-1.0, 1.0, 101).tolist()
     for limit, colour, style in ((0.6, GREEN, "-."), (0.3, BLUE, "-"), (0.0, ORANGE, "--")):
-        found = [
-            float(projected(before, torch.tensor([one, math.sqrt(1 - one**2)]), limit).norm()) for one in cosines
-        ]
+        found = [float(projected(before, torch.tensor([one, math.sqrt(1 - one**2)]), limit).norm()) for one in cosines]
         right.plot(cosines, found, color=colour, linestyle=style, label=f"{limit:g}")
     right.set(ylim=(0, 1.08), xticks=(-1, -0.5, 0, 0.5, 1))
     label(right, "cosine to the gradient before", "length that is left", "nothing happens below the bound")
@@ -121,7 +119,7 @@ def accept_update(figure: Figure) -> None:
     axes.plot(place[~keep], usual[~keep], "x", color=ORANGE, markersize=5, label="rejected, taken back")
     axes.plot(place, bounds, color=GREY, linestyle=":", label="bound: 2 x the median of the last 20 accepted")
     axes.set_ylim(0, 0.033)
-    label(axes, "sync", "gap on the probe, nats", "after 3 rejections in a row the next update stays, so no run stands still")
+    label(axes, "sync", "gap on the probe, nats", "after three rejections in a row the next update stays")
     axes.legend(loc="upper left")
 
 

@@ -3,13 +3,15 @@
 import re
 from pathlib import Path
 
+import draw_async
 import draw_control
+import draw_engines
 import pytest
 import torch
 from drawing import to_svg
 
 DOCS = Path(draw_control.__file__).parent
-SCRIPTS = {"control": draw_control}
+SCRIPTS = {"async": draw_async, "control": draw_control, "engines": draw_engines}
 CASES = [(page, name) for page, script in SCRIPTS.items() for name in script.PICTURES]
 MAX_BYTES = 120_000
 
