@@ -6,6 +6,7 @@ aggregation, paper. The pictures are autograd through the losses on a grid of ra
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 from drawing import Pictures, label, ticks, write
 from drawing import picture as register
 from matplotlib.figure import Figure
+from torch import nn
 
 import trl_offpolicy as op
-from trl_offpolicy.diagnosis.report.plots import GREY
+from trl_offpolicy.diagnosis.report.plots import GREY, ORANGE
 from trl_offpolicy.objective.losses import LossInputs
 from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, LOSS_TYPES
+from trl_offpolicy.rollouts.perturbed_forward import Perturbation, PerturbedForward
 
 PAGE = Path(__file__).resolve().parent / "objectives.md"
 PICTURES: Pictures = {}
@@ -262,6 +265,76 @@ def shaping(figure: Figure) -> None:
         right.plot(entropies[0], op.shaping.ZeroVariance(correct_threshold=0.5)(batch).advantages[0], label=text)
     label(right, "entropy at the token, nats", "advantage (0 before)", "zero_variance, alpha 0.1")
     right.legend(loc="upper left")
+
+
+class Sharp(nn.Module):
+    """A policy of two tokens whose log-odds are ``slope`` times the first entry of its one layer's input."""
+
+    _no_split_modules = ("Identity",)
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.layers, self.slope = nn.ModuleList([nn.Identity()]), slope
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        odds: torch.Tensor = self.slope * self.layers[0](hidden)[..., 0]
+        return torch.nn.functional.logsigmoid(odds)
+
+
+def perturbed(std: float, hidden: torch.Tensor, draws: int) -> torch.Tensor:
+    """(points,) log of the mean probability of the first token, through a policy that learns under ALP's noise."""
+    model = Sharp(slope=8.0)
+    noise = PerturbedForward(model, None if std == 0.0 else Perturbation(std=std, learn=False))
+    noise.learning()
+    found = []
+    for point in hidden:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # the same noise at every point, so that the curve is as smooth as the mean
+            found.append(model(point.expand(draws, 2)).logsumexp(0) - math.log(draws))
+    return torch.stack(found)
+
+
+@picture("ALP: noise on hidden states makes a sharp policy flat", height=2.9)
+def perturbation(figure: Figure) -> None:
+    """Mean probability of a token along a line through hidden space; how far a small step moves its log-prob."""
+    left, right = figure.subplots(1, 2)
+    place = torch.linspace(-1.0, 1.0, 61)
+    hidden = torch.stack([place, (2 - place**2).sqrt()], -1).requires_grad_()  # of one size, as after a norm
+    for std in (0.0, 0.1, 0.3):
+        logps = perturbed(std, hidden, 10_000)
+        (slope,) = torch.autograd.grad(logps.sum(), hidden)
+        text = "not perturbed" if std == 0.0 else f"std: {std:g}"
+        left.plot(place, logps.detach().exp(), label=text)
+        right.plot(place, slope[:, 0], label=text)
+    label(left, "hidden state, along one direction", "probability of a token", "the policy that learns")
+    label(right, "hidden state, along one direction", "nats for a unit step", "how far a difference moves its log-prob")
+    left.legend(loc="upper left")
+    right.legend(loc="lower left")
+
+
+@picture("Advantages of a group of eight, by how many of its responses are right", height=3.2)
+def group_advantages(figure: Figure) -> None:
+    """What a right and a wrong response get under five estimators."""
+    shown = ("grpo", "dr_grpo", "rloo", "grpo_passk", "remax")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, is_right in zip(panels, (True, False), strict=True):
+        counts = range(1, 9) if is_right else range(0, 8)
+        for name, style in zip(shown, ("-", "--", "-.", ":", "-"), strict=True):
+            found = []
+            for count in counts:
+                rewards = (torch.arange(8) < count).float().unsqueeze(1)
+                made = op.advantages.AdvantageInputs(
+                    rewards=rewards, reward_weights=torch.ones(1), group_ids=torch.zeros(8).long(),
+                    greedy_rewards=torch.ones(8) if name == "remax" else None,
+                )  # fmt: skip
+                found.append(float(ADVANTAGE_TYPES[name]()(made)[0 if is_right else 7]))
+            marker = {"marker": "o", "markersize": 3, "color": ORANGE} if name == "remax" else {}
+            text = "remax, greedy response right" if name == "remax" else name
+            axes.plot(counts, found, linestyle=style, label=text, **marker)
+        axes.set_xticks(range(0, 9, 2))
+        label(axes, "right responses of 8", "advantage", "of a right response" if is_right else "of a wrong response")
+    panels[1].set_ylabel("")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 MAPS = {"map": loss_map, "advantages": advantage_map}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,36 @@ def test_what_does_not_go_together_is_refused(model_folder: Any) -> None:
     spec = {"type": "transformers", "kv_cache": SPARSE, "logit_fusion": str(model_folder("llama"))}
     with pytest.raises(ValueError, match=r"^engine\.logit_fusion must be left out with a simulated engine"):
         build_engine(spec, model_name=None, policy=tiny_model, pad_token_id=0, eos_token_ids=[1], run="", folder=Path())
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper/qarl": {},
+    "paper/shadow-mask": CASES["evicting"],
+    "paper/jet-rl": CASES["one precision"],
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_brings_its_part_and_both_sides_are_one_policy(name: str, tmp_path: Path) -> None:
+    ours, rows, watch = run(tmp_path, PRESETS[name], steps=2, correction=name)
+    batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
+    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+    assert float((batch["sampling_per_token_logps"] - logps(tiny_model(), batch))[mask].abs().max()) > 0.01
+    assert ours.preset.name == name and (watch.logs[0]["offpolicy/loss/kl"] > 1e-3) == (name == "paper/shadow-mask")
+
+
+NEEDS = {
+    "paper/dora": "engine.transfer is no option of 'transformers'",
+    "paper/periodic-async": "async_rollouts must be left out with engine 'transformers'",
+    "paper/qerl": "engine.norm_noise is no option of 'transformers'",
+    **dict.fromkeys(("paper/shadow-mask", "paper/jet-rl"), "must be given with learner_"),
+    **dict.fromkeys(
+        ("paper/alp", "paper/mipu", "paper/vcpo"), "correction must not read the sampling policy when engine"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_preset_without_the_engine_that_it_needs_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(NEEDS[name])):
+        module("transformers", correction=name)

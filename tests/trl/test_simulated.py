@@ -134,3 +134,42 @@ def test_the_presets_bring_the_learners_part(make_args: Callable[..., Any]) -> N
     for name in ("paper/shadow-mask", "paper/jet-rl"):
         with pytest.raises(ValueError, match=r"^engine\.kv_cache must be given with learner_kv_cache 'engine'"):
             make_args(offpolicy=name, engine={"weight_rounding": "fp8"})
+
+
+def test_qarl_runs_on_generate(build: Callable[..., Any]) -> None:
+    """The preset rounds what samples and what learns alike, without vLLM."""
+    trainer = build(None, offpolicy={"preset": "paper/qarl", "options": {"rounding": "int4"}}, max_steps=2)
+    assert trainer.args.engine == {"weight_rounding": "int4"} and trainer.args.learner_rounding == "engine"
+    made = generation_batches(trainer)
+    trainer.train()
+    assert max(row["offpolicy/mismatch/logp_diff_max"] for row in records(trainer)[:2]) < 1e-3
+    batch, mask = made[0], made[0]["completion_mask"].bool()
+    assert float((batch["sampling_per_token_logps"] - logps(tiny_model(), batch))[mask].abs().max()) > 0.02
+
+
+NEEDS: dict[str, str] = {
+    **dict.fromkeys(
+        ("paper/dora", "paper/periodic-async"), r"^async_rollouts must be left out with use_vllm False: an"
+    ),
+    **dict.fromkeys(
+        ("paper/shadow-mask", "paper/jet-rl"), r"^engine\.\w+ must be given with learner_\w+ 'engine', but"
+    ),
+}
+READS = ("paper/alp", "paper/mipu", "paper/vcpo", "paper/logit-fusion", "paper/kpop")
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_preset_without_the_engine_that_it_needs_is_refused(make_args: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=NEEDS[name]):
+        make_args(offpolicy=name)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_preset_that_reads_an_engine_is_refused_without_one(build: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=r"^offpolicy must not read the sampling policy when use_vllm is False"):
+        build(None, offpolicy=name)
+
+
+def test_without_vllm_the_noise_of_qerl_is_said_to_have_no_effect(build: Callable[..., Any]) -> None:
+    with pytest.warns(UserWarning, match=r"^engine\.norm_noise has no effect with use_vllm: false"):
+        build(None, offpolicy="paper/qerl")

@@ -1,0 +1,54 @@
+"""Young methods by the names of their presets: the TRL trainer and the Lightning module compute the same with them.
+
+Presets that set the trainer or the engine are tested by name where those are: test_control.py, test_ahead.py,
+test_simulated.py, test_deliberate.py, test_vllm.py and their siblings in tests/trl and tests/engines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
+
+METHODS: dict[str, dict[str, Any]] = {  # settings with which each of them acts on rollouts of six tokens
+    "paper/kpop": {"high": 0.02},
+    "paper/cppo": {"high": 0.02, "budget": 0.002},
+    "paper/mu-grpo": {"low": 0.7},
+    "paper/p3o": {},
+    "paper/fipo": {},
+    "paper/dcmdp": {"coef": 50.0, "max_coef": 100.0},
+    "paper/minpro-policy": {},
+    "paper/vcpo": {},
+}
+AT_THE_SECOND_STEP = {"paper/fipo"}
+"""Plain PPO at the first step on a batch."""
+LEAST = 1e-3
+"""What a method changes at least, by the same distance; ten times the largest difference of the two trainers."""
+
+
+@pytest.fixture
+def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
+    return trl_side(make_args, fresh_model, tokenizer)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_the_same_in_both_trainers_and_does_something(name: str, build: Any, tmp_path: Path) -> None:
+    """Two steps on each batch of rollouts, so that the policy has moved at every second one."""
+    spec, twice = {"preset": name, "options": METHODS[name]}, {"num_iterations": 2}
+    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy=spec)
+    watch, _ = run_lightning(tmp_path, calls, 1, {"correction": spec}, twice)
+    assert len(watch.logs) == len(rows) == STEPS
+    for step in range(STEPS):
+        assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
+        assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
+        assert_same_numbers(watch.logs[step], rows[step])
+
+    plain, _, _ = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy="measure")
+    apart = [distance(theirs.gradients[step], plain.gradients[step]) for step in range(2)]
+    if name in AT_THE_SECOND_STEP:
+        assert apart[0] < GRADIENT_LIMIT and apart[1] > LEAST
+    else:
+        assert apart[0] > LEAST
