@@ -11,7 +11,6 @@ weights, to show that the comparison can fail.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plain_greedy import plain_greedy
 from tiny_models import EOS, save_tiny_model, score_last_word, tiny_prompts, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 LENGTH, STEPS = 8, 3
 REMAX = {"preset": "paper/tis", "advantages": "remax"}
@@ -35,10 +35,13 @@ class Compared:
 
     Args:
         policy: the model that learns.
+        model: the folder that it was read from.
     """
 
-    def __init__(self, policy: Any) -> None:
-        self.policy, self.first, self.tokenizer = policy, copy.deepcopy(policy).eval(), tiny_tokenizer()
+    def __init__(self, policy: Any, model: str) -> None:
+        # read again, because accelerate binds the forward of a copy to the model that it was copied from
+        first = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.policy, self.first, self.tokenizer = policy, first, tiny_tokenizer()
         self.errors: list[float] = []
         self.changed: list[float] = []
         self.largest: list[float] = []
@@ -73,7 +76,7 @@ def with_trl(folder: Path, model: str, synced: bool) -> Compared:
         save_strategy="no", write_report=False,
     )  # fmt: skip
     trainer = OffPolicyGRPOTrainer(model, score_last_word, args, train_dataset=tiny_prompts())
-    compared, whole = Compared(trainer.model), trainer._generate_and_score_completions
+    compared, whole = Compared(trainer.model, model), trainer._generate_and_score_completions
 
     def noted(inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = whole(inputs)
@@ -109,7 +112,7 @@ def with_lightning(folder: Path, model: str, synced: bool) -> Compared:
     def noted(step: Any) -> Any:
         rows = whole(step)
         if not notes:
-            notes.append(Compared(ours.policy))
+            notes.append(Compared(ours.policy, model))
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"], strict=True)]
         notes[0].add(prompts, rows["rewards"], rows["advantages"])
         return rows
