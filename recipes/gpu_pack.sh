@@ -17,6 +17,7 @@ PYTHON=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)
 if [ $# -eq 0 ]; then
     set -- "vllm==$VLLM" "trl==1.16.0" "torchmetrics" "reasoning-gym" "lightning" "jsonargparse" "peft" "datasets" "accelerate"
 fi
+[ ! -e "$DIR/pieces" ] || { echo "gpu_pack.sh: DIR must be a new folder, but $DIR/pieces is there." >&2 && exit 2; }
 mkdir -p "$DIR/whole" "$DIR/pieces"
 "$PYTHON" -m pip download --quiet --no-deps --dest "$DIR/whole" "$@"
 [ -d .cache/SmolLM2-135M-Instruct ] && tar -cf "$DIR/whole/model.tar" -C .cache SmolLM2-135M-Instruct
@@ -35,8 +36,8 @@ for first in "$here"/pieces/*.part000; do
     cat "$here/pieces/$name".part* >"$here/joined/$name"
 done
 (cd "$here/joined" && sha256sum --quiet --check ../SHA256SUMS)
-wheels=$(find "$here/joined" -name '*.whl' -o -name '*.tar.gz')
-[ -z "$wheels" ] || "${PYTHON:-python}" -m pip install --quiet --no-deps --no-index $wheels
+find "$here/joined" \( -name '*.whl' -o -name '*.tar.gz' \) \
+    -exec "${PYTHON:-python}" -m pip install --quiet --no-deps --no-index {} +
 [ ! -e "$here/joined/model.tar" ] || tar -xf "$here/joined/model.tar" -C .cache
 echo "installed: $(ls "$here/joined" | tr '\n' ' ')"
 UNPACK

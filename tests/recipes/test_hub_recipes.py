@@ -36,7 +36,7 @@ TINY = CPU | {
 ROOM = {"num_generations": "4", "per_device_train_batch_size": "4", "gradient_accumulation_steps": "2",
         "max_steps": "2", "save_strategy": "no", "eval_size": "4"}  # fmt: skip
 """Sizes for a recipe without a section ``smoke``: it runs on a CPU as it is."""
-GPU = ("grpo_tis_gsm8k", "geo_mask_long_cot", "icepop_moe", "fsdp2_7b", "zero3_7b")
+GPU = ("grpo_tis_gsm8k", "geo_mask_long_cot", "icepop_moe", "fsdp2_7b", "zero3_7b", "moe_replay")
 EXPECTED = {
     "grpo_tis_gsm8k": "weight/truncated_fraction",
     "geo_mask_long_cot": "keep/dropped_sequence_fraction",
@@ -44,8 +44,12 @@ EXPECTED = {
     "fsdp2_7b": "keep/dropped_sequence_fraction",
     "zero3_7b": "weight/truncated_fraction",
     "opsm_multi_step": "keep/dropped_sequence_fraction",
+    "moe_replay": "routing/agreement",
+    "truncated_sampling": "rollout/outside_fraction",
 }
-"""A number that the recipe's correction logs."""
+"""A number that the recipe's method logs."""
+REPLACED = {"moe_replay": {"routing_replay": "r3"}}
+"""Options of a smoke run here: the quickstart's model is dense, the tiny one is not."""
 
 
 def options(values: dict[str, str]) -> list[str]:
@@ -155,6 +159,7 @@ def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Pa
     model, data = tiny_world(tmp_path, columns)
     changed = TINY | {"model_name_or_path": str(model), "dataset_name": str(data), "output_dir": str(tmp_path / "run")}
     changed |= {"question_template": "{question}", "answer_pattern": "#### (.+)"}
+    changed |= REPLACED.get(name, {})
     smoke = ["--smoke"] if name in GPU else options(ROOM)
     config = tmp_path / "config.yaml"  # the Hub's configuration name and commit mean nothing to a folder
     hubs = ("dataset_config", "dataset_revision")

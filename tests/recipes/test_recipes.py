@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from screen_lines import LAUNCHED, unknown_warnings
 
 from trl_offpolicy import Objective
 from trl_offpolicy.presets.parsing import parse_advantages, parse_objective
@@ -26,6 +27,7 @@ def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
     options = ["--config", "recipes/quickstart/config.yaml", "--max_steps", "2", "--output_dir", str(tmp_path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert unknown_warnings(done.stdout + done.stderr, LAUNCHED) == []
     assert "KL k3" in done.stdout and "report.html" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     kl = [row["offpolicy/mismatch/kl_k3"] for row in rows if "offpolicy/mismatch/kl_k3" in row]

@@ -47,7 +47,7 @@ def test_report_holds_every_part_and_loads_nothing(write_run: Any, rollout_parts
         "http://www.w3.org/1999/xlink",
         "http://www.w3.org/2000/svg",
     }
-    assert outside == set() and "<script" not in html and "<link" not in html
+    assert outside == set() and html.count("<script") == 1 and "<link" not in html
 
 
 def test_report_without_rollouts_says_so(write_run: Any) -> None:

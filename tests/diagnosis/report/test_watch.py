@@ -21,6 +21,7 @@ import pytest
 
 from trl_offpolicy.cli import commands as cli
 from trl_offpolicy.diagnosis.report import watch
+from trl_offpolicy.diagnosis.report.page import script_hash
 from trl_offpolicy.diagnosis.report.watch import LivePage, report_server
 
 SECONDS = 60
@@ -77,7 +78,8 @@ def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> Non
     with serving(tmp_path) as port:
         found = ask(port, host=f"127.0.0.1:{port}")
         assert (found.status, found.getheader("Refresh"), found.getheader("Cache-Control")) == (200, "3", "no-store")
-        assert "default-src 'none'" in str(found.getheader("Content-Security-Policy"))
+        policy = str(found.getheader("Content-Security-Policy"))
+        assert "default-src 'none'" in policy and policy.endswith(f"script-src '{script_hash()}'")
         assert ask(port, "/metrics.jsonl").status == 404 and ask(port, "/../../etc/passwd").status == 404
         assert ask(port, host=f"evil.example:{port}").status == 421
         head = ask(port, method="HEAD")

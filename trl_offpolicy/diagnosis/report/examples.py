@@ -71,9 +71,10 @@ class Span(NamedTuple):
 
 
 class WorstResponse(NamedTuple):
-    """A response with a large disagreement: facts in one line, its prompt, and its tokens."""
+    """A response with a large disagreement: facts in one line and as numbers to sort by, its prompt, and its tokens."""
 
     facts: str
+    values: tuple[str, ...]
     prompt: str
     spans: tuple[Span, ...]
 
@@ -138,15 +139,18 @@ def worst_responses(
 
 
 def _worst(one: Mapping[str, Any]) -> WorstResponse:
-    facts = [f"mean |log-ratio| {format_number(one[DISAGREEMENT])} nats", f"step {one[STEP] + 1}"]
-    facts += [f"reward {_number(one[REWARD])}", f"advantage {_number(one[ADVANTAGE])}", f"{one['tokens']} tokens"]
+    mean, step, tokens = format_number(one[DISAGREEMENT]), one[STEP] + 1, one["tokens"]
+    reward, advantage = _number(one[REWARD]), _number(one[ADVANTAGE])
+    facts = [f"mean |log-ratio| {mean} nats", f"step {step}", f"reward {reward}", f"advantage {advantage}"]
+    facts.append(f"{tokens} tokens")
     size, start = len(one[COMPLETION_MASK]), one["start"]
     if size < one["tokens"]:
         facts.append(f"shown: {start} to {start + size - 1}")
     columns = [one[name] or [None] * size for name in PER_TOKEN]
     texts = one["text"] or ["□"] * size  # no ids were recorded
     spans = (_span(text, start + at, *values) for at, (text, *values) in enumerate(zip(texts, *columns, strict=True)))
-    return WorstResponse(", ".join(facts), shorten(one[PROMPT]), tuple(spans))
+    values = (mean, str(step), reward, advantage, str(tokens))
+    return WorstResponse(", ".join(facts), values, shorten(one[PROMPT]), tuple(spans))
 
 
 def _span(

@@ -15,17 +15,17 @@ from pathlib import Path
 from threading import Lock
 
 from trl_offpolicy.diagnosis.report.examples import Decode
-from trl_offpolicy.diagnosis.report.page import render_page
+from trl_offpolicy.diagnosis.report.page import render_page, script_hash
 from trl_offpolicy.diagnosis.report.report import make_report
 from trl_offpolicy.run_folder import layout
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
 _READ = (layout.METRICS_FILE, layout.RUN_FILE, layout.SYNCS_FILE, layout.ROLLOUTS_FILE, layout.WORST_FOLDER)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; script-src '{script}'"
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 
@@ -103,7 +103,9 @@ def report_server(page: LivePage, port: int) -> ThreadingHTTPServer:
 
         def _answer(self, body: bytes) -> None:
             self.send_response(HTTPStatus.OK)
-            for name, value in {**_HEADERS, "Refresh": str(page.every), "Content-Length": str(len(body))}.items():
+            policy = {"Content-Security-Policy": _POLICY.format(script=script_hash())}
+            changing = {"Refresh": str(page.every), "Content-Length": str(len(body))}
+            for name, value in {**_HEADERS, **policy, **changing}.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
