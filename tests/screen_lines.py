@@ -9,6 +9,7 @@ WARNING = re.compile(r"warn|deprecat|\bfail|\berror\b|traceback|^\[[WE]\d{4} ", 
 
 KNOWN = {
     r"Setting accelerator to CPU\. If you have GPU": "DeepSpeed, which only the environment of the slow tests has",
+    r"UserWarning: VecISA dlopen probe for \w+ hung after": "torch's probe of a busy machine",
 }
 """Lines that any run of the tests may print."""
 
