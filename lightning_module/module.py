@@ -246,8 +246,9 @@ class OffPolicyGRPOModule(LightningModule):
             ValueError: a setting is wrong.
         """
         given, engine = self.settings, self.settings["engine"]
-        parse_learner_rounding(given["learner_rounding"], forward_of(engine))
-        cache = parse_learner_kv_cache(given["learner_kv_cache"], forward_of(engine))
+        of_engine = forward_of(engine)
+        parse_learner_rounding(given["learner_rounding"], of_engine)
+        cache = parse_learner_kv_cache(given["learner_kv_cache"], of_engine)
         has_kl = self.objective.kl is not None
         check_kl_reference(given["kl_reference"], cache=cache, has_kl=has_kl, where="objective.kl")
         parse_perturbation(given["perturbation"])

@@ -134,19 +134,24 @@ def test_fsdp2_7b_runs_on_two_processes_with_an_engine_each(model: Path, tmp_pat
     assert saved.keys() == start.keys() and all(saved[name].shape == start[name].shape for name in start)
 
 
+def run_behind_a_server(name: str, model: Path, folder: Path, *, steps: int) -> None:
+    """A recipe into ``folder/run`` beside a real vLLM server, with a learning rate that a few steps show."""
+    flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16")
+    server = Server(model, folder / "log", lora_rank=16, flags=flags).start()
+    try:
+        run_recipe(
+            name, folder / "run", launch=ONE_PROCESS, model_name_or_path=model,
+            vllm_server_base_url=server.url, max_steps=steps, learning_rate=0.05, warmup_steps=0,
+        )  # fmt: skip
+    finally:
+        server.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_lora_server_sends_the_adapter_alone(model: Path, tmp_path: Path) -> None:
-    flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16")
-    server = Server(model, tmp_path / "log", lora_rank=16, flags=flags).start()
-    try:
-        run_recipe(
-            "lora_server", tmp_path / "run", launch=ONE_PROCESS, model_name_or_path=model,
-            vllm_server_base_url=server.url, max_steps=2, learning_rate=0.05, warmup_steps=0,
-        )  # fmt: skip
-    finally:
-        server.kill()
+    run_behind_a_server("lora_server", model, tmp_path, steps=2)
     assert_trained(tmp_path / "run", steps=2, ranks=1)
     adapter = load_file(tmp_path / "run" / "adapter_model.safetensors")
     size = sum(tensor.nbytes for tensor in adapter.values())
@@ -159,15 +164,7 @@ def test_lora_server_sends_the_adapter_alone(model: Path, tmp_path: Path) -> Non
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_async_rollouts_samples_one_batch_ahead(model: Path, tmp_path: Path) -> None:
-    flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16")
-    server = Server(model, tmp_path / "log", lora_rank=16, flags=flags).start()
-    try:
-        run_recipe(
-            "async_rollouts", tmp_path / "run", launch=ONE_PROCESS, model_name_or_path=model,
-            vllm_server_base_url=server.url, max_steps=3, learning_rate=0.05, warmup_steps=0,
-        )  # fmt: skip
-    finally:
-        server.kill()
+    run_behind_a_server("async_rollouts", model, tmp_path, steps=3)
     rows = training_rows(tmp_path / "run")
     assert [row["offpolicy/rollout/version_lag_mean"] for row in rows] == [0, 1, 1]
     assert min(of_syncs(tmp_path / "run", "agreement")) > 1 - AGREE

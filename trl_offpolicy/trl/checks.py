@@ -78,7 +78,7 @@ def check_address(args: OffPolicyGRPOConfig) -> None:
     if settings.folder is not None and settings.transfer != "broadcast":
         with raised_on_all_ranks(ValueError):
             if args.process_index == 0:
-                require_writable(settings.folder.resolve(), where="engine.folder")
+                require_writable(settings.folder, where="engine.folder")
 
 
 def check_output(args: OffPolicyGRPOConfig) -> None:
