@@ -118,8 +118,12 @@ def test_declared_caches_are_compared() -> None:
     for whole in ("auto", None, "float32"):  # the learner repeats what the engine does not do
         found = differences(Declared(kv_cache=whole, dtype="float32"), Declared(kv_cache=sparse.text))
         assert list(found) == ["compressed_cache"] and "holds all tokens, the trainer's the first 4" in str(found)
-    said = differences(Declared(kv_cache="auto"), Declared(kv_cache="fp8"))["precision"].text
-    assert said == "keys and values stored as fp8 in the trainer"
+        assert found["compressed_cache"].certain is (whole is not None)  # None: it may do the same, unsaid
+    said = differences(Declared(kv_cache="auto"), Declared(kv_cache="fp8"))["precision"]
+    assert said.certain and said.text == "keys and values stored as fp8 in the trainer"
+    assert not differences(Declared(), Declared(kv_cache="fp8"))["precision"].certain
+    known = differences(Declared(dtype="bfloat16"), Declared(kv_cache="fp8", dtype="float32"))["precision"]
+    assert known.certain and known.text.startswith("dtype bfloat16 in the engine")  # the types do differ
     other = differences(engine, Declared(kv_cache="the first 4 and last 32 tokens"))["compressed_cache"]
     assert other.text.endswith("holds the first 4 and last 64 tokens, the trainer's the first 4 and last 32 tokens")
     assert "precision" in differences(Declared(kv_cache="fp8"), Declared(kv_cache="auto"))

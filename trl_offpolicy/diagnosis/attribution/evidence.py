@@ -256,26 +256,31 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
             found[cause] = Statement(cause, "; ".join(texts))
     if (cache := _caches(engine, trainer)) is not None:
         known = [found[cache.cause].text] if cache.cause in found else []
-        found[cache.cause] = replace(cache, text="; ".join([*known, cache.text]))
+        found[cache.cause] = replace(cache, text="; ".join([*known, cache.text]), certain=cache.certain or bool(known))
     for cause, text in _possible(engine, trainer).items():
         found.setdefault(cause, Statement(cause, text, certain=False))
     return found
 
 
 def _caches(engine: Declared, trainer: Declared) -> Statement | None:
-    """What the KV caches of both sides say; None = nothing. One that is not declared is taken for whole."""
+    """What the KV caches of both sides say; None = nothing.
+
+    One that is not declared is taken for whole. An engine whose cache is not declared may well do what the trainer
+    repeats, so that the statement is not certain then.
+    """
     ours, theirs = (_compression(side) for side in (engine, trainer))
     if ours == theirs:
         return None
+    certain = engine.kv_cache is not None
     if EVICTING in f"{ours}{theirs}":
         text = f"the engine's KV cache holds {ours or 'all tokens'}, the trainer's {theirs or 'all tokens'}"
-        return Statement("compressed_cache", text)
+        return Statement("compressed_cache", text, certain)
     texts = [
         f"keys and values stored as {kept} in the {side}"
         for kept, side in ((ours, "engine"), (theirs, "trainer"))
         if kept
     ]
-    return Statement("precision", ", ".join(texts))
+    return Statement("precision", ", ".join(texts), certain)
 
 
 def _compression(side: Declared) -> str | None:
