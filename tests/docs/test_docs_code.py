@@ -48,7 +48,7 @@ STATUS = {"--fail-on critical": 3}
 ENGINE_IN_PROCESS = 'use_vllm=True, vllm_mode="colocate"'
 REPLACED = {
     "README.md": {
-        ENGINE_IN_PROCESS: "**on_cpu",
+        f"max_steps=10, max_completion_length=16, {ENGINE_IN_PROCESS}": "**on_cpu",
         '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
         "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
         'correction="paper/tis", engine={"type": "vllm"}': 'correction="paper/tis", **tiny_lightning',
@@ -70,7 +70,7 @@ REPLACED = {
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {
-    '    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
+    '    max_steps=10,\n    max_completion_length=16,\n    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
     '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
     "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
 }

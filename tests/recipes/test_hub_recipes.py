@@ -45,6 +45,7 @@ EXPECTED = {
     "zero3_7b": "weight/truncated_fraction",
     "opsm_multi_step": "keep/dropped_sequence_fraction",
     "moe_replay": "routing/agreement",
+    "moe_small": "routing/agreement",
     "truncated_sampling": "rollout/outside_fraction",
 }
 """A number that the recipe's method logs."""

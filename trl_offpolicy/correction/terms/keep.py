@@ -133,6 +133,9 @@ class DivergenceBand(KeepTerm):
     The statistic (see :func:`~trl_offpolicy.functional.masks.divergence`; nats, or a probability for prob_diff and
     binary_tv) is taken per token, then summed (turn, sequence), averaged (turn_mean, sequence_mean, group) or
     maximised (sequence_max: TRM, one bad token condemns the response). :data:`STATISTIC_LEVELS` lists the pairs.
+
+    Reference: TRM, "trust region masking" (arXiv:2512.23075). Deviation: TRM's divergence is that of the whole
+    vocabulary, this one is estimated from the sampled token, because rollouts carry no other log-prob.
     """
 
     type_name: ClassVar[str] = "divergence_band"

@@ -90,7 +90,8 @@ class P3O(PolicyLoss):
 
     It has no setting. The ESS covers the tokens of one call on this rank, because the current policy moves between
     micro-batches; ``loss/gate_mean`` shows it. What carries gradient: log pi, on every token, and log r in the KL.
-    Biased by the cap. A weight and a keep term act on the KL too.
+    Biased by the cap. The KL's estimate (k3) is without bias on tokens of pi; on those of pi_old, as here, only to
+    second order in r - 1. A weight and a keep term act on the KL too.
 
     Reference: Fakoor et al. 2026, P3O (arXiv:2605.12380), where r is against the policy that sampled: mode "bypass",
     as in ``paper/p3o``.
