@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_offpolicy.migrate.page import NEEDED, TO_SET
 from trl_offpolicy.run_folder.layout import RECIPE_FILE
 
 
@@ -34,6 +35,29 @@ def with_smoke(argv: Sequence[str]) -> list[str]:
     merged = Path(tempfile.mkdtemp(prefix="smoke-"), Path(given[place]).name)
     merged.write_text(yaml.safe_dump({**config, **small}, sort_keys=False))
     return [*given[:place], str(merged), *given[place + 1 :]]
+
+
+def refuse_to_set(argv: Sequence[str]) -> None:
+    """Stop where ``trl-offpolicy migrate`` left a field of the configuration to the user, who has not set it.
+
+    Without this the script's own default would take its place: another task, without a word.
+
+    Args:
+        argv: the command line, without the program's name; an option on it sets its field.
+
+    Raises:
+        SystemExit: a field is ``TO_SET``; names it, and what to write there.
+    """
+    if "--config" not in argv:
+        return
+    path = argv[list(argv).index("--config") + 1]
+    given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    config = yaml.safe_load(Path(path).read_text()) or {}
+    replaced = {"dataset_name"} if "train_files" in {*config, *given} else set()
+    left = [name for name, value in config.items() if TO_SET in (value if isinstance(value, list) else [value])]
+    if left := [name for name in left if name not in given | replaced]:
+        meant = "; ".join(NEEDED.get(name, name) for name in left)
+        raise SystemExit(f"{', '.join(left)} must be set in {path}, but is still {TO_SET} there. Write {meant}.")
 
 
 def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -87,8 +87,9 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
     missing = page.still_to_set(migration.framework, fields)
     command = f"trl-offpolicy migrate {' '.join([str(path), *overrides])}"
     head = f"# From {migration.framework}: {command}\n"
-    text = head + page.yaml_text(fields, {"offpolicy": formula})
-    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing)
+    meant = {name: f"to set, {said}" for name, said in missing.items()}
+    text = head + page.yaml_text({**fields, **dict.fromkeys(missing, page.TO_SET)}, {"offpolicy": formula, **meant})
+    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing.values())
     return text, lines
 
 
