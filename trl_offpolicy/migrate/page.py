@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy.migrate.rules import Carried, Found, Left, Migration
@@ -144,6 +145,10 @@ def lists(
     for one in migration.found:
         if isinstance(one, Left):
             left.setdefault(one.why, []).extend(_left_names(one, shown))
+        elif machine := " and ".join(dict.fromkeys(_machine(one, migration))):
+            why = f"{one.why}; " if one.why else ""
+            one = replace(one, why=f"{why}from {machine} of this machine")
+            renamed.append(_renamed_line(one, ", ".join(shown(key) for key in one.keys)))
         elif one.keys and not one.why and not one.older and _same_name(one, shown):
             same[shown(one.keys[0])] = None
         elif one.older or not _only_options(one):
@@ -165,6 +170,11 @@ def lists(
         if rows:
             lines += [f"{title}:", *(f"  {row}" for row in rows)]
     return lines
+
+
+def _machine(one: Carried, migration: Migration) -> list[str]:
+    """The variables of this machine that the settings hold, as ``$HOME``."""
+    return [migration.settings.machine[key] for key in one.keys if key in migration.settings.machine]
 
 
 def _left_names(one: Left, shown: Callable[[str], str]) -> list[str]:
