@@ -39,6 +39,22 @@ def test_the_output_option_writes_the_yaml(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.endswith(f"written: {target}\n")
 
 
+def test_overrides_stand_before_and_behind_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = str(write(tmp_path, VERL)), str(tmp_path / "ours.yaml")
+    cap = "algorithm.rollout_correction.rollout_is_threshold"
+    for words in (
+        [source, "--output", target, f"{cap}=3"],
+        ["--output", target, source, f"{cap}=3"],
+        [source, f"{cap}=2.5", "--output", target, f"{cap}=3"],
+    ):
+        assert main(["migrate", *words]) == 0
+        assert yaml.safe_load(Path(target).read_text())["offpolicy"]["correction"]["weight"]["max_weight"] == 3.0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["migrate", source, "--outptu", target])
+    assert "unrecognized arguments: --outptu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
