@@ -34,9 +34,20 @@ def test_what_is_printed_is_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_output_option_writes_the_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "ours.yaml"
-    assert main(["migrate", str(write(tmp_path, VERL)), "--output", str(target)]) == 0
-    assert "offpolicy" in yaml.safe_load(target.read_text())
+    source = str(write(tmp_path, VERL))
+    assert main(["migrate", source]) == 0
+    printed = capsys.readouterr().out
+    assert main(["migrate", source, "--output", str(target)]) == 0
+    assert target.read_text() == printed and "\n# still to set:\n" in printed  # the lists too, as comments
     assert capsys.readouterr().out.endswith(f"written: {target}\n")
+
+
+def test_what_comes_from_this_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    script = write(tmp_path, "python3 -m verl.trainer.main_ppo data.train_files=$HOME/a.parquet", "run.sh")
+    printed, lists = migrated(script)
+    assert yaml.safe_load(printed)["train_files"] == ["/home/me/a.parquet"]
+    assert "  data.train_files -> train_files: [/home/me/a.parquet] (from $HOME of this machine)" in lists
 
 
 def test_overrides_stand_before_and_behind_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
