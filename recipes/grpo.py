@@ -5,7 +5,8 @@
 
 Any field of the YAML can be overridden on the command line; --help lists them all. With a network,
 ``model_name_or_path`` and ``dataset_name`` take Hub ids, ``model_revision`` and ``dataset_revision`` their commits.
-``--smoke`` runs a recipe small on a CPU: with what its section ``smoke`` says.
+``--smoke`` runs a configuration small on a CPU: with what its section ``smoke`` says, or, without one, in two steps
+with the quickstart's model.
 """
 
 from __future__ import annotations
