@@ -5,7 +5,8 @@
 
 Any field of the YAML can be overridden on the command line; --help lists them all. With a network,
 ``model_name_or_path`` and ``dataset_name`` take Hub ids, ``model_revision`` and ``dataset_revision`` their commits.
-``--smoke`` runs a recipe small on a CPU: with what its section ``smoke`` says.
+``--smoke`` runs a configuration small on a CPU: with what its section ``smoke`` says, or, without one, in two steps
+with the quickstart's model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.record import RecipeCallback, recipe_options, with_smoke
+from recipes.record import RecipeCallback, recipe_options, refuse_to_set, with_smoke
 from recipes.tasks import REWARDS, agent_tools, load_splits, reward_function
 from trl_offpolicy.checks import near
 from trl_offpolicy.config import OffPolicyGRPOConfig
@@ -177,6 +178,7 @@ def make_trainer(recipe: RecipeArguments, training: OffPolicyGRPOConfig, model: 
 def main() -> None:
     """Parse, train, save."""
     sys.argv[1:] = with_smoke(sys.argv[1:])
+    refuse_to_set(sys.argv[1:])
     parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
     try:
         recipe, training, model = parser.parse_args_and_config()

@@ -2,26 +2,77 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_offpolicy.migrate.page import NEEDED, TO_SET
 from trl_offpolicy.run_folder.layout import RECIPE_FILE
+
+SMALL: dict[str, Any] = {
+    "model_name_or_path": ".cache/SmolLM2-135M-Instruct",
+    "dtype": "float32",
+    "use_cpu": True,
+    "bf16": False,
+    "fp16": False,
+    "gradient_checkpointing": False,
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 16,
+    "max_steps": 2,
+    "warmup_steps": 0,
+    "eval_size": 4,
+    "eval_strategy": "no",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "push_to_hub": False,
+}
+"""What ``--smoke`` sets where a configuration has no section ``smoke``."""
+SMALL_ENGINE: dict[str, Any] = {
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 1024,
+    "engine": {"dtype": "float32", "enforce_eager": True},
+}
+"""The same for vLLM."""
+LARGE = (
+    "model_revision", "trust_remote_code", "attn_implementation", "load_in_4bit", "load_in_8bit", "tf32", "deepspeed",
+    "fsdp", "fsdp_config", "torch_compile", "use_liger_kernel", "steps_per_generation", "generation_batch_size",
+    "eval_on_start", "routing_replay", "vllm_tensor_parallel_size", "vllm_server_base_url", "vllm_server_host",
+    "vllm_server_port", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+)  # fmt: skip
+"""What it drops there: of the model, of several devices, of a GPU."""
+
+
+def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A configuration in two small steps on a CPU: its data, reward and method with the quickstart's model.
+
+    Args:
+        config: the configuration.
+        name: of its file; the run's folder is ``runs/<name>_smoke``.
+    """
+    engine = SMALL_ENGINE if config.get("use_vllm") else {}
+    kept = {field: value for field, value in config.items() if field not in (*LARGE, *SMALL_ENGINE)}
+    return {**kept, **SMALL, **engine, "output_dir": f"runs/{name}_smoke"}
 
 
 def with_smoke(argv: Sequence[str]) -> list[str]:
     """The command line; for ``--smoke`` with a configuration in which the section ``smoke`` takes precedence.
 
+    A configuration without that section, such as one that was migrated, becomes that of :func:`small_settings`.
+
     Args:
         argv: the command line, without the program's name.
 
     Raises:
-        SystemExit: the configuration has no such section.
+        SystemExit: there is no configuration.
     """
     given = [word for word in argv if word != "--smoke"]
     place = given.index("--config") + 1 if "--config" in given else 0
@@ -29,11 +80,41 @@ def with_smoke(argv: Sequence[str]) -> list[str]:
     small = config.pop("smoke", None)
     if len(given) == len(argv):
         return given
-    if not small:
-        raise SystemExit("--smoke must come with a --config that has a section smoke, but this one has none.")
+    if not place:
+        raise SystemExit("--smoke must come with a --config, but there is none.")
+    if small:
+        config |= small
+    else:
+        config = small_settings(config, Path(given[place]).stem)
+        if os.environ.get("RANK", "0") == "0":
+            said = "no section smoke: two small steps on a CPU with its data, reward and method, and the model"
+            print(f"{given[place]} has {said} {SMALL['model_name_or_path']}", file=sys.stderr)
     merged = Path(tempfile.mkdtemp(prefix="smoke-"), Path(given[place]).name)
-    merged.write_text(yaml.safe_dump({**config, **small}, sort_keys=False))
+    merged.write_text(yaml.safe_dump(config, sort_keys=False))
     return [*given[:place], str(merged), *given[place + 1 :]]
+
+
+def refuse_to_set(argv: Sequence[str]) -> None:
+    """Stop where ``trl-offpolicy migrate`` left a field of the configuration to the user, who has not set it.
+
+    Without this the script's own default would take its place: another task, without a word.
+
+    Args:
+        argv: the command line, without the program's name; an option on it sets its field.
+
+    Raises:
+        SystemExit: a field is ``TO_SET``; names it, and what to write there.
+    """
+    if "--config" not in argv:
+        return
+    path = argv[list(argv).index("--config") + 1]
+    given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    config = yaml.safe_load(Path(path).read_text()) or {}
+    replaced = {"dataset_name"} if "train_files" in {*config, *given} else set()
+    left = [name for name, value in config.items() if TO_SET in (value if isinstance(value, list) else [value])]
+    if left := [name for name in left if name not in given | replaced]:
+        meant = "; ".join(NEEDED.get(name, name) for name in left)
+        raise SystemExit(f"{', '.join(left)} must be set in {path}, but is still {TO_SET} there. Write {meant}.")
 
 
 def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:

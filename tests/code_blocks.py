@@ -250,7 +250,9 @@ def check_script(words: list[str]) -> str:
 
         recipe, model = recipe_arguments()
         on_cpu = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]  # a recipe for a GPU is parsed as well
-        options = [str(EXAMPLE) if re.fullmatch(r"[A-Z]+\.yaml", word) else word for word in options]
+        options = [
+            str(EXAMPLE) if re.fullmatch(r"[A-Z]+\.yaml", word) else word for word in options if word != "--smoke"
+        ]
         with contextlib.chdir(ROOT):
             TrlParser((recipe, OffPolicyGRPOConfig, model)).parse_args_and_config([*options, *on_cpu])
         return "recipe"

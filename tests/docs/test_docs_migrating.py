@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from code_blocks import check_command
 
 from trl_offpolicy import presets
 from trl_offpolicy.cli.commands import main
@@ -92,6 +94,18 @@ def test_both_configurations_are_one_objective(title: str, tmp_path: Path) -> No
     theirs, ours = re.findall(r"```yaml\n(.*?)```", section(title), flags=re.DOTALL)
     assert "framework" in theirs and "framework" not in ours
     assert objective(theirs, tmp_path) == objective(ours, tmp_path) != objective("offpolicy: measure", tmp_path)
+
+
+def test_the_commands_of_the_five_steps_exist() -> None:
+    """Their files stand for the reader's own: the recipes' script gets the quickstart's configuration."""
+    steps = re.findall(r"^(\d)\. .*\n(?:   .*\n)*", section("A whole file"), flags=re.MULTILINE)
+    assert steps == list("12345")
+    text = section("A whole file").partition("These files are read:")[0]
+    commands = re.findall(r"`((?:pip|trl-offpolicy|accelerate|python) [^`]*)`", text)
+    kinds = [
+        check_command(shlex.split(command.replace("--config ours.yaml", "--config OURS.yaml"))) for command in commands
+    ]
+    assert kinds == ["pip", "migrate", "recipe", "script", "recipe"]
 
 
 def test_the_example_of_a_whole_file_is_what_the_command_prints(

@@ -34,9 +34,36 @@ def test_what_is_printed_is_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_output_option_writes_the_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "ours.yaml"
-    assert main(["migrate", str(write(tmp_path, VERL)), "--output", str(target)]) == 0
-    assert "offpolicy" in yaml.safe_load(target.read_text())
+    source = str(write(tmp_path, VERL))
+    assert main(["migrate", source]) == 0
+    printed = capsys.readouterr().out
+    assert main(["migrate", source, "--output", str(target)]) == 0
+    assert target.read_text() == printed and "\n# still to set:\n" in printed  # the lists too, as comments
     assert capsys.readouterr().out.endswith(f"written: {target}\n")
+
+
+def test_what_comes_from_this_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    script = write(tmp_path, "python3 -m verl.trainer.main_ppo data.train_files=$HOME/a.parquet", "run.sh")
+    printed, lists = migrated(script)
+    assert yaml.safe_load(printed)["train_files"] == ["/home/me/a.parquet"]
+    assert "  data.train_files -> train_files: [/home/me/a.parquet] (from $HOME of this machine)" in lists
+
+
+def test_overrides_stand_before_and_behind_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = str(write(tmp_path, VERL)), str(tmp_path / "ours.yaml")
+    cap = "algorithm.rollout_correction.rollout_is_threshold"
+    for words in (
+        [source, "--output", target, f"{cap}=3"],
+        ["--output", target, source, f"{cap}=3"],
+        [source, f"{cap}=2.5", "--output", target, f"{cap}=3"],
+    ):
+        assert main(["migrate", *words]) == 0
+        assert yaml.safe_load(Path(target).read_text())["offpolicy"]["correction"]["weight"]["max_weight"] == 3.0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["migrate", source, "--outptu", target])
+    assert "unrecognized arguments: --outptu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -324,7 +351,7 @@ def test_verls_reward_function_and_files_are_carried(tmp_path: Path, path: str, 
     assert fields["reward"] == reward
     assert (fields["train_files"], fields["val_files"]) == (["a.parquet", "b.parquet"], ["c.parquet"])
     to_set = lists[lists.index("still to set:") + 1 :]
-    assert [line.strip() for line in to_set] == ["model_name_or_path", "output_dir"]
+    assert [line.strip().partition(":")[0] for line in to_set] == ["model_name_or_path", "output_dir"]
 
 
 def test_held_out_files_are_left_where_those_of_training_are(tmp_path: Path) -> None:
@@ -336,8 +363,9 @@ def test_held_out_files_are_left_where_those_of_training_are(tmp_path: Path) -> 
 def test_files_of_other_columns_and_a_reward_without_a_path_are_left(tmp_path: Path) -> None:
     data = "data: {train_files: a.parquet, prompt_key: question}\n" + REWARD.format(path="null", name="f")
     printed, lists = migrated(write(tmp_path, VERL + data))
-    assert not {"train_files", "reward"} & yaml.safe_load(printed).keys()
+    fields = yaml.safe_load(printed)
+    assert "train_files" not in fields and fields["dataset_name"] == fields["reward"] == "TO_SET"
     text = "\n".join(lists)
     assert "data.prompt_key name other columns than recipes/grpo.py reads" in text
     assert "no path: verl chooses by data_source" in text
-    assert "reward: verl.utils.reward_score:default_compute_score, where verl is installed" in text
+    assert "verl's own functions are verl.utils.reward_score:default_compute_score, where verl is installed" in text

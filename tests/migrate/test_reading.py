@@ -93,6 +93,21 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train.py ${ARGS[@]} 
     assert isinstance(script.words[3], Unresolved) and isinstance(script.words[-1], Unresolved)
 
 
+def test_only_the_places_of_this_machine_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HOME": "/home/me", "PWD": "/work", "USER": "me", "DATA": "/d"}.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "HERE=$PWD/x\npython train.py a.home=${HOME}/a.parquet a.pwd=$HERE a.user=$USER a.data=$DATA a.n=1\n"
+    )
+    settings = read_settings(path)
+    assert settings.values == {"a.home": "/home/me/a.parquet", "a.pwd": "/work/x", "a.n": 1}
+    assert settings.machine == {"a.home": "$HOME", "a.pwd": "$PWD"} and set(settings.unknown) == {"a.user", "a.data"}
+    path.write_text("HOME=/other\npython train.py a.home=$HOME/a\n")
+    settings = read_settings(path)
+    assert settings.values == {"a.home": "/other/a"} and settings.machine == {}
+
+
 def test_redirections_and_unknown_arrays_are_no_arguments(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python train.py --colocate ${MODEL_ARGS[@]} --model ${BASE}/x --lr 1 2>&1 | tee log\n")

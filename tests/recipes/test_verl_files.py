@@ -15,6 +15,8 @@ import yaml
 from datasets import Dataset
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
+from recipes import grpo
+from recipes.record import refuse_to_set
 from recipes.tasks import graded_number, load_splits, reward_function
 from trl_offpolicy.cli.commands import main
 
@@ -155,6 +157,27 @@ data: {{train_files: {train}, val_files: [{val}], train_batch_size: 2, max_respo
 custom_reward_function: {{path: {score}, name: letters, reward_kwargs: {{factor: 0.5}}}}
 trainer: {{nnodes: 1, n_gpus_per_node: 1, total_training_steps: 2, default_local_dir: {run}}}
 """
+
+
+def test_what_is_still_to_set_stops_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the script's defaults (sums, graded_number) would be trained in place of the user's task."""
+    theirs, ours = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
+    theirs.write_text("actor_rollout_ref: {model: {path: a/b}, rollout: {n: 4}}\n")
+    assert main(["migrate", str(theirs), "--output", str(ours)]) == 0
+    text = ours.read_text()
+    written = yaml.safe_load(text)
+    assert {name for name, value in written.items() if value == "TO_SET"} == {"output_dir", "dataset_name", "reward"}
+    assert "# to set, reward: file.py:function" in text.split("\nreward: TO_SET")[0].splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--config", str(ours)])
+    with pytest.raises(SystemExit, match=r"output_dir, dataset_name, reward must be set in .*; reward: file\.py"):
+        grpo.main()
+    given = ["--config", str(ours), "--output_dir", "runs/x", "--reward=final_number"]
+    with pytest.raises(SystemExit, match=r"^dataset_name must be set in .* or instead train_files"):
+        refuse_to_set(given)
+    refuse_to_set([*given, "--train_files", "a.parquet"])
+    ours.write_text(text + "train_files: [TO_SET]\n")
+    with pytest.raises(SystemExit, match=r"^train_files must be set"):
+        refuse_to_set(given)
 
 
 @pytest.mark.integration

@@ -384,6 +384,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; ``a.b=c`` may stand before and behind the options.
+
+    argparse gives all free words to the first place where one stands, and its ``parse_intermixed_args`` does not work
+    with subcommands.
+    """
+    args, further = parser.parse_known_args(argv)
+    if further and (not hasattr(args, "overrides") or any(word.startswith("-") for word in further)):
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if further:
+        args.overrides = [*args.overrides, *further]
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
@@ -397,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     if given and not given[0].startswith("-") and given[0] not in COMMANDS:
         parser.error(f"COMMAND must be one of {', '.join(COMMANDS)}, but got {given[0]!r}.{near(given[0], COMMANDS)}")
-    args = parser.parse_args(given)
+    args = parse(parser, given)
     runner: Runner = args.run
     try:
         with _short_warnings():

@@ -37,16 +37,17 @@ def migrate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
         "--output",
         metavar="FILE",
         type=Path,
-        help="write the YAML here and print the lists alone (default: print both)",
+        help="write the YAML and, as comments, the lists here, and print the lists (default: print both)",
     )
 
     def run(args: argparse.Namespace) -> int:
         check_target("--output", args.output)
         text, lists = migrated(args.file, args.overrides, name=args.framework)
+        whole = "\n".join([text, *(f"# {line}" for line in _wrapped(lists))])
         if args.output is None:
-            print(text, *(f"# {line}" for line in _wrapped(lists)), sep="\n")
+            print(whole)
         else:
-            args.output.write_text(text, encoding="utf-8")
+            args.output.write_text(f"{whole}\n", encoding="utf-8")
             print(*_wrapped(lists), f"written: {args.output}", sep="\n")
         return 0
 
@@ -87,8 +88,9 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
     missing = page.still_to_set(migration.framework, fields)
     command = f"trl-offpolicy migrate {' '.join([str(path), *overrides])}"
     head = f"# From {migration.framework}: {command}\n"
-    text = head + page.yaml_text(fields, {"offpolicy": formula})
-    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing)
+    meant = {name: f"to set, {said}" for name, said in missing.items()}
+    text = head + page.yaml_text({**fields, **dict.fromkeys(missing, page.TO_SET)}, {"offpolicy": formula, **meant})
+    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing.values())
     return text, lines
 
 

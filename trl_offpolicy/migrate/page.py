@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy.migrate.rules import Carried, Found, Left, Migration
@@ -23,24 +24,26 @@ GROUPS = (
     ("dataset_name", "train_files", "val_files", "reward", "reward_options"),
 )  # fmt: skip
 """Our fields in the order and the groups of the recipes; all others follow."""
+TO_SET = "TO_SET"
+"""Stands in the YAML for what the user must write; recipes/grpo.py refuses it."""
 NEEDED = {
-    "model_name_or_path": "model_name_or_path",
-    "output_dir": "output_dir",
-    "dataset_name": "dataset_name (with question_column and answer_column) or train_files: see recipes/grpo.py",
-    "reward": "reward: a name of recipes/grpo.py --help, file.py:function or package.module:function",
+    "model_name_or_path": "model_name_or_path: a name on the Hub, or a folder",
+    "output_dir": "output_dir: the run's folder, e.g. runs/ours (--output_dir on the command line does, too)",
+    "dataset_name": "dataset_name: on the Hub (see question_column), or instead train_files: [a.parquet]",
+    "reward": "reward: file.py:function, package.module:function or a name of recipes/grpo.py --help",
 }
 
 
-VERL_REWARD = "verl's own functions are reward: verl.utils.reward_score:default_compute_score, where verl is installed"
+VERL_REWARD = "verl's own functions are verl.utils.reward_score:default_compute_score, where verl is installed"
 
 
-def still_to_set(framework: str, fields: Mapping[str, Any]) -> list[str]:
-    """What recipes/grpo.py needs and no setting of the file gives."""
+def still_to_set(framework: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """What recipes/grpo.py needs and no setting of the file gives: our field, and what to write there."""
     given = {*fields, *(["dataset_name"] if "train_files" in fields else [])}
     missing = {name: text for name, text in NEEDED.items() if name not in given}
     if framework == "verl" and "reward" in missing:
-        missing["reward"] += f"; {VERL_REWARD}"
-    return list(missing.values())
+        missing["reward"] += f". {VERL_REWARD}"
+    return missing
 
 
 def training_fields(found: Iterable[Found]) -> dict[str, Any]:
@@ -142,6 +145,10 @@ def lists(
     for one in migration.found:
         if isinstance(one, Left):
             left.setdefault(one.why, []).extend(_left_names(one, shown))
+        elif machine := " and ".join(dict.fromkeys(_machine(one, migration))):
+            why = f"{one.why}; " if one.why else ""
+            one = replace(one, why=f"{why}from {machine} of this machine")
+            renamed.append(_renamed_line(one, ", ".join(shown(key) for key in one.keys)))
         elif one.keys and not one.why and not one.older and _same_name(one, shown):
             same[shown(one.keys[0])] = None
         elif one.older or not _only_options(one):
@@ -163,6 +170,11 @@ def lists(
         if rows:
             lines += [f"{title}:", *(f"  {row}" for row in rows)]
     return lines
+
+
+def _machine(one: Carried, migration: Migration) -> list[str]:
+    """The variables of this machine that the settings hold, as ``$HOME``."""
+    return [migration.settings.machine[key] for key in one.keys if key in migration.settings.machine]
 
 
 def _left_names(one: Left, shown: Callable[[str], str]) -> list[str]:

@@ -18,7 +18,7 @@ from trl_offpolicy.migrate.nested import (
     read_yaml,
     resolve,
 )
-from trl_offpolicy.migrate.shell import read_script
+from trl_offpolicy.migrate.shell import MACHINE, read_script
 
 _CONFIG_FLAGS = ("config", "config_path", "config_file", "custom_config_path")
 """Flags of launch scripts that name a file with further settings."""
@@ -36,6 +36,7 @@ class Settings:
         entry: the program that a launch script starts.
         notes: what else to know about the file.
         toml: True for a TOML file.
+        machine: settings whose value holds variables of this machine's environment, with their names (``$HOME``).
     """
 
     values: Mapping[str, Any]
@@ -44,6 +45,7 @@ class Settings:
     entry: str = ""
     notes: tuple[str, ...] = ()
     toml: bool = False
+    machine: Mapping[str, str] = field(default_factory=dict)
 
     def shown(self, key: str) -> str:
         """The setting as the file spells it."""
@@ -79,15 +81,23 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     flat = resolve(apply_overrides(raw.flat, overrides))
     known = {key: value for key, value in flat.items() if not _is_unresolved(value)}
     unknown = {key: _why_unknown(value) for key, value in flat.items() if _is_unresolved(value)}
-    return Settings(known, unknown, raw.spelled, raw.entry, raw.notes, toml=path.suffix == ".toml")
+    bare = resolve(apply_overrides(_read(path, {}).flat, overrides))  # as it is read on a machine without variables
+    filled = {key: names for key in known if (names := _variables(bare.get(key)))}
+    return Settings(known, unknown, raw.spelled, raw.entry, raw.notes, path.suffix == ".toml", filled)
 
 
-def _read(path: Path) -> _Raw:
+def _variables(value: Any) -> str:
+    """The variables of the machine that a value without them names, as ``$HOME and $PWD``."""
+    text = _unresolved_text(value) if _is_unresolved(value) else ""
+    return " and ".join(f"${name}" for name in MACHINE if f"${{{name}}}" in text)
+
+
+def _read(path: Path, environment: Mapping[str, str] | None = None) -> _Raw:
     text = read_file(path)
     if path.suffix == ".toml":
         return _Raw(_read_toml(text, path))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
-        return _read_launcher(text, path)
+        return _read_launcher(text, path, environment)
     nested = read_yaml(text, str(path))
     if nested is None:
         raise ValueError(f"file must hold a mapping of options, but {str(path)!r} is empty.")
@@ -129,9 +139,9 @@ def _merged(base: Flat, over: Flat) -> Flat:
     return {name: value for name, value in base.items() if name not in covered} | over
 
 
-def _read_launcher(text: str, path: Path) -> _Raw:
+def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None) -> _Raw:
     """The flags and overrides of a launch script, over the file that it names with --config."""
-    script = read_script(text)
+    script = read_script(text, environment)
     flat, spelled, overrides, rest = _arguments(script.words)
     notes = [f"{word} is not set in the script: what it holds is missing here" for word in rest]
     if script.branches:
@@ -150,7 +160,7 @@ def _read_launcher(text: str, path: Path) -> _Raw:
             notes.append(f"{spelled[name]} names {flat[name]!r}, which was not found: what it sets is missing here")
             continue
         del flat[name]
-        read = _read(found)
+        read = _read(found, environment)
         base, notes = _merged(base, read.flat), [*notes, *read.notes]
         spelled = {key: name for key, name in spelled.items() if key in flat}
     merged = apply_overrides(_merged(base, flat), overrides)
@@ -207,9 +217,13 @@ def _is_unresolved(value: Any) -> bool:
     return any(isinstance(item, Unresolved) for item in items)
 
 
-def _why_unknown(value: Any) -> str:
+def _unresolved_text(value: Any) -> str:
     items = value if isinstance(value, list) else [value]
-    text = next(str(item) for item in items if isinstance(item, Unresolved))
+    return next(str(item) for item in items if isinstance(item, Unresolved))
+
+
+def _why_unknown(value: Any) -> str:
+    text = _unresolved_text(value)
     if text == "???":
         return "the file leaves it to be set (???)"
     return f"its value, {text}, cannot be known here; give it as an override"

@@ -236,7 +236,8 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
         return values
 
     known, unknown = renamed(settings.values), renamed(settings.unknown)
-    return Settings(known, unknown, spelled, settings.entry, settings.notes, settings.toml)
+    machine = {_newer(framework, key): names for key, names in settings.machine.items()}
+    return Settings(known, unknown, spelled, settings.entry, settings.notes, settings.toml, machine)
 
 
 def _newer(framework: Framework, key: str) -> str:

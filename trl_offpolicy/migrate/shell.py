@@ -1,5 +1,7 @@
 """The options in a launch script: variables are filled in, nothing is run.
 
+Of the environment only HOME and PWD are known: where files are on the machine of who asks. All else may differ there.
+
 Read are assignments, arrays, ``${NAME:-default}``, ``$((1024 * 2))`` and the words of commands. Which branch of an
 ``if`` or ``case`` runs is not known here. So inside them, and behind ``&&`` and ``||``, an assignment counts only if
 the variable has no value yet and the other branches give it the same one.
@@ -7,8 +9,9 @@ the variable has no value yet and the other branches give it the same one.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trl_offpolicy.migrate.nested import Unresolved
@@ -25,6 +28,8 @@ _SEPARATORS = ";&|\n"
 _PROGRAMS = ("swift", "megatron", "trl")
 """Programs whose first argument is a command of theirs."""
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
+MACHINE = ("HOME", "PWD")
+"""Variables of the environment that are filled in."""
 _UNKNOWN = "\0"
 """Put into a word in place of what cannot be known."""
 _DOLLAR = "\1"
@@ -87,13 +92,23 @@ class _State:
         self.depth = max(self.depth + by, 0)
 
 
-def read_script(text: str) -> Script:
+def machine() -> dict[str, str]:
+    """The variables of ``MACHINE`` that the environment has."""
+    return {name: os.environ[name] for name in MACHINE if name in os.environ}
+
+
+def read_script(text: str, environment: Mapping[str, str] | None = None) -> Script:
     """The command of a script that has the most options.
+
+    Args:
+        text: the script.
+        environment: variables that are set before it begins; None = :func:`machine`.
 
     Raises:
         ValueError: no command has an option.
     """
-    state = _State()
+    given = machine() if environment is None else environment
+    state = _State({name: [value] for name, value in given.items()})
     commands = [words for command in _commands(text) if (words := _run(command, state))]
     counted = [(sum(_is_option(word) for word in words), words) for words in commands]
     most, words = max(counted, key=lambda pair: pair[0], default=(0, []))
