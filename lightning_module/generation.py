@@ -22,7 +22,7 @@ from lightning_module.engines import build_engine, check_one_each, engine_numeri
 from lightning_module.greedy import greedy_rewards
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
-from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
+from lightning_module.rollouts import RolloutBuffer, collate, row_or_token_versions, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import BatchPlan, HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, SyncReport
@@ -395,7 +395,11 @@ class Generation:
         rows["rewards"] = sampled.total
         rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
-        rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
+        length, version = rows["completion_ids"].shape[1], trainer.global_step
+        if module.ahead is None:  # which adds the versions that it knows itself
+            rows["policy_versions"] = row_or_token_versions(
+                sampled.completions.rollouts, length=length, current=version, device=device
+            )
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
