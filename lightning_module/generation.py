@@ -170,11 +170,15 @@ class Generation:
         """Give this rank random numbers of its own, after the weights were made alike on all ranks.
 
         Under ``seed_everything`` all processes start with one seed, and copies of a prompt would be continued alike.
+        The seeds are counted from that of the first rank, which never moves. So a further run, in which a rank may have
+        its seed already, goes on with its numbers as the first rank does.
         """
-        mesh, rank = self._module.device_mesh, self._module.trainer.global_rank
+        mesh, trainer = self._module.device_mesh, self._module.trainer
         alike = 1 if mesh is None else mesh["tensor_parallel"].size()  # these ranks compute one model together
-        if rank // alike:
-            seed_random(seed_of_rank(torch.initial_seed(), rank, tensor_parallel_size=alike))
+        first = trainer.strategy.broadcast(torch.initial_seed())
+        own = seed_of_rank(first, trainer.global_rank, tensor_parallel_size=alike) % 2**63
+        if own != torch.initial_seed() % 2**63:
+            seed_random(own)
 
     def close(self) -> None:
         """Free an engine that was built here, except vLLM in this process, which cannot be built a second time."""
