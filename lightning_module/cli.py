@@ -1,4 +1,4 @@
-"""The kit's LightningCLI: ``fit`` and ``validate``, with every option in YAML or on the command line."""
+"""The kit's LightningCLI: ``fit``, ``validate``, ``test`` and ``predict``, options in YAML or as arguments."""
 
 # ruff: noqa: E402  the first error shall be the one that says what to install
 

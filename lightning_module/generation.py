@@ -22,7 +22,7 @@ from lightning_module.engines import build_engine, check_one_each, engine_numeri
 from lightning_module.greedy import greedy_rewards
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
-from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
+from lightning_module.rollouts import RolloutBuffer, collate, row_or_token_versions, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import BatchPlan, HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, SyncReport
@@ -170,11 +170,15 @@ class Generation:
         """Give this rank random numbers of its own, after the weights were made alike on all ranks.
 
         Under ``seed_everything`` all processes start with one seed, and copies of a prompt would be continued alike.
+        The seeds are counted from that of the first rank, which never moves. So a further run, in which a rank may have
+        its seed already, goes on with its numbers as the first rank does.
         """
-        mesh, rank = self._module.device_mesh, self._module.trainer.global_rank
+        mesh, trainer = self._module.device_mesh, self._module.trainer
         alike = 1 if mesh is None else mesh["tensor_parallel"].size()  # these ranks compute one model together
-        if rank // alike:
-            seed_random(seed_of_rank(torch.initial_seed(), rank, tensor_parallel_size=alike))
+        first = trainer.strategy.broadcast(torch.initial_seed())
+        own = seed_of_rank(first, trainer.global_rank, tensor_parallel_size=alike) % 2**63
+        if own != torch.initial_seed() % 2**63:
+            seed_random(own)
 
     def close(self) -> None:
         """Free an engine that was built here, except vLLM in this process, which cannot be built a second time."""
@@ -395,7 +399,11 @@ class Generation:
         rows["rewards"] = sampled.total
         rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
-        rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
+        length, version = rows["completion_ids"].shape[1], trainer.global_step
+        if module.ahead is None:  # which adds the versions that it knows itself
+            rows["policy_versions"] = row_or_token_versions(
+                sampled.completions.rollouts, length=length, current=version, device=device
+            )
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)

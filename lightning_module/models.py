@@ -146,6 +146,30 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
     base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise if a model that is sharded over the data-parallel part of the mesh would be whole on several ranks.
+
+    Tensor parallelism is not applied. Ranks along that part would each train a model of their own, on other prompts,
+    and nothing would sum their gradients.
+
+    Args:
+        mesh: of ``ModelParallelStrategy``; None = another strategy.
+
+    Raises:
+        ValueError: the tensor-parallel part has several ranks.
+    """
+    if mesh is None:
+        return
+    data, tensor = mesh["data_parallel"].size(), mesh["tensor_parallel"].size()
+    if tensor > 1:
+        raise ValueError(
+            f"strategy must be ModelParallelStrategy(data_parallel_size={data * tensor}, tensor_parallel_size=1), as "
+            "the policy is sharded over data_parallel_size ranks and no tensor parallelism is applied, but got "
+            f"data_parallel_size={data} and tensor_parallel_size={tensor}. Lightning's defaults are the number of "
+            "nodes and of processes on each."
+        )
+
+
 def check_devices(trainer: Trainer) -> None:
     """Raise if the strategy is DeepSpeed and the devices are no GPUs, before Lightning does so in other words.
 
@@ -158,7 +182,8 @@ def check_devices(trainer: Trainer) -> None:
     theirs = getattr(type(strategy), "setup_environment", None) is DeepSpeedStrategy.setup_environment
     if theirs and not isinstance(trainer.accelerator, CUDAAccelerator):
         raise ValueError(
-            "strategy must be ddp or ModelParallelStrategy (FSDP2) where accelerator is no CUDA GPU, but got "
+            "strategy must be ddp or FSDP2, which is ModelParallelStrategy(data_parallel_size="
+            f"{trainer.world_size}, tensor_parallel_size=1), where accelerator is no CUDA GPU, but got "
             f"{type(strategy).__name__} on a {name}, which Lightning does not run."
         )
 

@@ -296,7 +296,12 @@ class OffPolicyGRPOModule(LightningModule):
             self.generation.check_sizes(prompts.plan)
 
     def configure_model(self) -> None:
-        """Load the policy and, under ``ModelParallelStrategy``, shard it."""
+        """Load the policy and, under ``ModelParallelStrategy``, shard it.
+
+        Raises:
+            ValueError: the strategy asks for tensor parallelism, which is not applied.
+        """
+        models.check_mesh(self.device_mesh)
         if self.policy is not None:
             return
         given = self.settings

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.engines.engine import Rollouts
+from trl_offpolicy.functional.collective import gather_objects
 from trl_offpolicy.functional.truncated_sampling import KeptIds
+from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows, taken
 from trl_offpolicy.rollouts.rank_balance import balanced
@@ -34,6 +36,32 @@ def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, 
     if rollouts.tool_mask is not None:
         tensors["tool_mask"] = _padded(rollouts.tool_mask, 1)
     return {name: value.to(device) for name, value in tensors.items()}
+
+
+def row_or_token_versions(rollouts: Rollouts, *, length: int, current: int, device: torch.device) -> Tensor:
+    """Versions of the weights that sampled: (B, T) if some token has older ones than the trainer, else (B,).
+
+    A version below 0 is an unknown one: it counts as the current one. All ranks call it and get the same form.
+
+    Args:
+        rollouts: what was sampled.
+        length: T, at least the longest completion.
+        current: optimizer steps so far, the version of the trainer's weights.
+        device: of the result.
+
+    Raises:
+        ValueError: on every rank, if a token of any rank has a newer version than the trainer.
+    """
+    known = {version for row in rollouts.policy_versions for version in row if version >= 0} | {current}
+    everywhere: set[int] = set().union(*gather_objects(known))
+    if max(everywhere) > current:
+        raise ValueError(
+            f"engine: policy_versions must be at most {current}, the optimizer steps so far, but got {max(everywhere)}."
+        )
+    if everywhere == {current}:
+        return torch.full((len(rollouts),), current, device=device)
+    rows = [[current if version < 0 else version for version in row] for row in rollouts.policy_versions]
+    return torch.tensor(padded_versions(rows, length=length, of_empty=current), device=device)
 
 
 def _padded(rows: Sequence[Sequence[Any]], fill: float, *, left: bool = False) -> Tensor:

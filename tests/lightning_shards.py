@@ -79,6 +79,8 @@ def strategy_of(kind: str, *, on_gpu: bool) -> Any:
         return "auto"
     if kind == "fsdp2":
         return ModelParallelStrategy(**SHARDED)
+    if kind == "fsdp2-defaults":  # of Lightning: the nodes share the data, the processes of each node the tensors
+        return ModelParallelStrategy(process_group_backend="gloo")
     if kind == "fsdp":
         # torch crashes where FSDP1 gathers a full state dict on a CPU
         layout = "full" if on_gpu else "sharded"

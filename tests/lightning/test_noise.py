@@ -50,6 +50,21 @@ def sample_one_prompt(folder: Path, engine: str, *, devices: int) -> None:
     torch.save((drawn.completions, drawn.logs), folder / f"rank-{owner.global_rank}.pt")
 
 
+def run_again(folder: Path) -> None:
+    """Training, validation and test in the same processes, without Lightning's seed: the rank's seed after each."""
+    from lightning_runs import data, module, trainer
+    from tiny_models import tiny_prompts
+
+    torch.manual_seed(5)
+    ours, seeds = module(), []
+    owner = trainer(folder, devices=2, strategy="ddp", max_steps=1)
+    prompts = data(val_dataset=tiny_prompts(4), val_batch_size=2)
+    for run in (owner.fit, owner.validate, owner.test):
+        run(ours, datamodule=prompts)
+        seeds.append(torch.initial_seed())
+    torch.save((seeds, torch.rand(8)), folder / f"rank-{owner.global_rank}.pt")
+
+
 def in_processes(folder: Path, engine: str) -> list[Any]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -68,6 +83,12 @@ def test_two_ranks_draw_apart(tmp_path: Path, engine: str) -> None:
     assert min(map(len, long)) > 4 and not long[0] & long[1]
     assert all(row["offpolicy/rollout/copied_fraction"] == 0.0 for row in logs)
     assert all(row["offpolicy/rollout/distinct_fraction"] > 0.8 for row in logs)
+
+
+def test_a_further_run_does_not_move_a_ranks_seed_again(tmp_path: Path) -> None:
+    (first, drawn), (second, others) = in_processes(tmp_path, "again")
+    assert first == [5, 5, 5] and second == [6, 6, 6]
+    assert not torch.equal(drawn, others)
 
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]:
@@ -108,4 +129,7 @@ def test_every_validation_draws_the_same_noise(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sample_one_prompt(Path(sys.argv[1]), sys.argv[2], devices=2)
+    if sys.argv[2] == "again":
+        run_again(Path(sys.argv[1]))
+    else:
+        sample_one_prompt(Path(sys.argv[1]), sys.argv[2], devices=2)

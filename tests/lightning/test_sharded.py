@@ -21,17 +21,22 @@ Seen = list[dict[str, Any]]
 
 def run(folder: Path, kind: str, *flags: str) -> Seen:
     """What both ranks saw."""
-    script = ROOT / "tests" / "lightning" / "sharded_run.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if "--gpu" not in flags:
-        environment["DS_ACCELERATOR"] = "cpu"
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), kind, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    done = finished(folder, kind, *flags)
     assert done.returncode == 0, done.stderr[-3000:]
     name = kind + "".join(f"-{one}" for one in ("lora", "share") if f"--{one}" in flags)
     name += "-resumed" * ("--resume" in flags)
     ranks = 1 if kind == "one" else 2
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def finished(folder: Path, kind: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The run, which may have failed."""
+    script = ROOT / "tests" / "lightning" / "sharded_run.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if "--gpu" not in flags:
+        environment["DS_ACCELERATOR"] = "cpu"
+    command = [sys.executable, "-W", "ignore", str(script), str(folder), kind, *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,16 @@ def test_it_shards_and_trains_as_one_process(kind: str, folder: Path, whole: tup
     for part in run(folder, kind, "--resume"):
         assert len(part["weights"]) == 1
         assert_same(part, whole[1][0])
+
+
+@pytest.mark.integration
+def test_lightnings_default_sizes_would_train_whole_copies_apart_and_are_refused(tmp_path: Path) -> None:
+    failed = finished(tmp_path, "fsdp2-defaults")
+    assert failed.returncode != 0 and not list(tmp_path.glob("*.pt"))
+    assert (
+        "strategy must be ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)" in failed.stderr
+        and "but got data_parallel_size=1 and tensor_parallel_size=2" in failed.stderr
+    ), failed.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -225,6 +225,15 @@ def test_another_trainer_is_refused_with_its_own_reason(module: str, name: str, 
             op.attach(object.__new__(one))
 
 
+def test_what_is_lightnings_is_sent_to_the_observer() -> None:
+    import lightning.pytorch as pl
+
+    own = type("Own", (pl.LightningModule,), {})
+    for one in (own(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)):
+        with pytest.raises(TypeError, match=rf"but got {type(one).__name__}, .*lightning_module\.OffPolicyObserver"):
+            op.attach(one)
+
+
 def test_the_reasons_are_of_trainers_that_trl_has_and_the_page_lists() -> None:
     source = "\n".join(path.read_text() for path in TRL_SOURCE.rglob("*_trainer.py"))
     page = DOCS.read_text()

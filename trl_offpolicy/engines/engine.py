@@ -87,7 +87,7 @@ class Rollouts:
         completion_ids: tokens that the engine sampled. The trainer trains on these; text is never tokenized again.
         sampling_per_token_logps: log-prob of each sampled token under the distribution it was drawn from, nats; NaN
             where the engine could not tell. None from an engine that is the trainer itself (sampling = old).
-        policy_versions: version of the weights that produced each token.
+        policy_versions: version of the weights that produced each token, in optimizer steps; -1 = not known.
         finish_reasons: "stop", "length" or another name that the engine uses.
         routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion without its last
             token, which the engine was never fed; None if the engine does not report them.

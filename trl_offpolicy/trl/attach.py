@@ -295,7 +295,9 @@ NOT_WATCHED = {
 
 
 def why_not_watched(cls: type) -> str:
-    """The reason for a class, or for the trainer of TRL that it is made from."""
+    """The reason for a class, or for the trainer of TRL that it is made from, or what watches one of Lightning."""
+    if any(base.__module__.split(".")[0] in ("lightning", "pytorch_lightning") for base in cls.__mro__):
+        return "which is Lightning's: lightning_module.OffPolicyObserver, a callback of its trainer, watches it"
     named = (NOT_WATCHED.get(base.__name__) for base in cls.__mro__)
     return next((reason for reason in named if reason is not None), "whose batches attach does not know")
 
