@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_images import tiny_processor
 from tiny_models import PAD, tiny_model
 from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_offpolicy.engines import kept as module
 from trl_offpolicy.engines.engine import Sampling
@@ -17,9 +20,11 @@ from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.kept import ARGUMENT, EVERY, KeptStore, MaskedLLM, built_with_mask, kept_of
 from trl_offpolicy.engines.server.answers import as_completion, sampled_logps, sampled_mask
 from trl_offpolicy.engines.server.checks import GENERATE, why_no_mask
+from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, truncated_support
 from trl_offpolicy.rollouts.kept import announce
+from trl_offpolicy.trl.engine import TRLEngine
 
 # -------------------------------------------------------------------------------------------------------------- joined
 
@@ -225,3 +230,27 @@ def test_one_line_says_which_tokens_are_taken(caplog: pytest.LogCaptureFixture) 
     first, second = (record.getMessage() for record in caplog.records)
     assert "renormalises over exactly these" in first and "Truncation(top_p=0.9" in first
     assert "cuts its own by the same rules" in second and "(it is old)" in second
+
+
+@pytest.mark.parametrize(
+    ("options", "images", "transfer", "ours"),
+    [({"top_p": 0.9}, False, "auto", True), ({"generation_kwargs": {"min_p": 0.1}}, False, "auto", True),
+     ({}, False, "auto", False), ({"top_p": 0.9}, True, "auto", False), ({"top_k": 5}, False, "nccl", False)],
+)  # fmt: skip
+def test_on_a_gpu_auto_takes_the_path_that_brings_the_masks(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], images: bool, transfer: str, ours: bool
+) -> None:
+    """Not where prompts may have images, which only TRL's client sends to a server."""
+    taken: list[str] = []
+    monkeypatch.setattr(TRLEngine, "_connect", lambda self: taken.append("ours"))
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: taken.append("TRL's"))
+    TRLEngine(
+        torch.nn.Linear(1, 1),
+        SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)),
+        tiny_processor() if images else None,
+        settings=EngineSettings.parse({"transfer": transfer}),
+        folder=Path("not_written"),
+        mode="server",
+        **options,
+    )
+    assert taken == ["ours" if ours else "TRL's"]

@@ -237,6 +237,7 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
     assert values[0] is None and all(value is not None and -1 < value < 1 for value in values[1:])
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -245,7 +246,10 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
     ],
     ids=["option", "preset"],
 )
-def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_a_gradient_too_aligned_with_the_one_before_is_projected(
+    tmp_path: Path, spec: dict[str, Any], accumulation: int
+) -> None:
+    """Of an optimizer step, whose gradient is that of all its micro-batches."""
     ours = module(OwnMismatch(), learning_rate=1e-5, **spec)  # no token leaves the clip
     grads: list[torch.Tensor] = []
 
@@ -257,9 +261,11 @@ def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path,
 
             trainer.optimizers[0].register_step_post_hook(note)  # the step itself makes the gradients
 
-    owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), Grads()], max_steps=4)
-    owner.fit(ours, data(num_iterations=2))
+    flags = {"max_steps": 4, "accumulate_grad_batches": accumulation}
+    owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), Grads()], **flags)
+    owner.fit(ours, data(num_iterations=2, steps_per_generation=accumulation))
     rows = read_metrics(tmp_path).rows
+    assert len(grads) == len(rows) == 4
     cosine, share = rows[1]["offpolicy/gradient/cosine_previous"], rows[1]["offpolicy/control/gradients_projected"]
     assert cosine > 0.1 and share == 1.0  # the second pass over one batch
     assert abs(float(torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0))) < 1e-4

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.integration
 STEPS, LIMIT = 4, 1e-5
 FLIPS = "offpolicy/routing/flip_fraction"
 TWO = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
+WHOLE = {"preset": "deepseek-v3.2/whole", "options": {"max_divergence": 0.02, "kl_coef": 0.3}}
+OBJECTIVE = {**WHOLE, "preset": "deepseek-v3.2/objective"}  # without its routing replay
+UNMASKED = {**WHOLE, "options": {"max_divergence": 100.0, "kl_coef": 0.3}}
+NO_KL = {**WHOLE, "options": {"max_divergence": 0.02, "kl_coef": 1e-6}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = {  # TRL's, the module's, the data's
     "r2": (TWO, {"routing_replay": "r2"}, {"steps_per_generation": 2, "num_iterations": 2}, 0.03),
     "r3": (TWO, {"routing_replay": "r3"}, {"steps_per_generation": 2, "num_iterations": 2}, 0.03),
@@ -26,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] =
     "compared": ({"gradient_accumulation_steps": 1}, {"routing_replay": "none"}, {}, 0.02),
     "aux_loss": ({"gradient_accumulation_steps": 2}, {"router_aux_loss_coef": 0.5}, {"steps_per_generation": 2}, 0.02),
     "frozen": ({"gradient_accumulation_steps": 1}, {"freeze_router": True}, {}, 0.02),
+    "deepseek": ({**TWO, "offpolicy": WHOLE}, {}, {"steps_per_generation": 2, "num_iterations": 2}, 0.03),
 }
 
 
@@ -61,7 +66,7 @@ def build(make_args: Any, fresh_model: Any, tokenizer: Any, monkeypatch: pytest.
 def both(case: str, build: Any, folder: Path, **changed: Any) -> tuple[Any, Any, Any]:
     """TRL's run, its rows, and Lightning's run; ``changed`` are settings of the module alone."""
     options, ours, sizes, rate = CASES[case]
-    engine = RoutedEngine() if case.startswith("r3") or case == "compared" else None
+    engine = RoutedEngine() if case.startswith("r3") or case in ("compared", "deepseek") else None
 
     def share_routes(trainer: Any) -> None:
         if engine is not None:
@@ -71,7 +76,8 @@ def both(case: str, build: Any, folder: Path, **changed: Any) -> tuple[Any, Any,
         build, engine=engine, prepare=share_routes, max_steps=STEPS, learning_rate=rate, **options, **ours
     )
     accumulation = options["gradient_accumulation_steps"]
-    settings = {"model": tiny_model("qwen3_moe"), **ours, **changed}
+    correction = options.get("offpolicy", "paper/tis")
+    settings = {"model": tiny_model("qwen3_moe"), "correction": correction, **ours, **changed}
     watch, _ = run_lightning(folder, calls, accumulation, settings, sizes, steps=STEPS, rate=rate)
     return theirs, rows, watch
 
@@ -100,6 +106,9 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         ("compared", {"routing_replay": "r3"}),
         ("aux_loss", {"router_aux_loss_coef": -0.5}),
         ("frozen", {"router_aux_loss_coef": 0.0}),
+        ("deepseek", {"correction": OBJECTIVE}),
+        ("deepseek", {"correction": UNMASKED}),
+        ("deepseek", {"correction": NO_KL}),
     ],
 )
 def test_another_setting_is_seen(case: str, changed: dict[str, Any], build: Any, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_what_does_not_go_with_a_teacher(
 
 
 def test_options_of_an_engine_that_is_not_used_are_named(build: Callable[..., Any]) -> None:
-    with pytest.warns(UserWarning, match=r"^engine\.seed and engine\.norm_noise have no effect with use_vllm: false"):
-        build(None, engine={"seed": 1, "norm_noise": True})
+    with pytest.warns(UserWarning, match=r"^engine\.seed and engine\.dtype have no effect with use_vllm: false"):
+        build(None, engine={"seed": 1, "dtype": "float32"})
 
 
 def test_a_configuration_without_a_teacher_is_as_before(make_args: Callable[..., Any], tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_a_preset_that_reads_an_engine_is_refused_without_one(build: Callable[..
         build(None, offpolicy=name)
 
 
-def test_without_vllm_the_noise_of_qerl_is_said_to_have_no_effect(build: Callable[..., Any]) -> None:
-    with pytest.warns(UserWarning, match=r"^engine\.norm_noise has no effect with use_vllm: false"):
+def test_without_vllm_the_noise_of_qerl_is_refused_as_in_lightning(build: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"^engine\.norm_noise is no option of 'transformers'"):
         build(None, offpolicy="paper/qerl")
+    with pytest.raises(ValueError, match=r"^engine\.norm_noise is no option of 'transformers'"):
+        build(None, engine={"norm_noise": True, "weight_rounding": "int8"})

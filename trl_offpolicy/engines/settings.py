@@ -30,8 +30,9 @@ class EngineSettings:
     Args:
         transfer: how weights reach it: "memory" (colocate); "folder", "broadcast" (this kit's, over NCCL or Gloo) or
             "nccl" (TRL's client) with a server; "adapter" (both: the LoRA adapter alone). "auto" is memory in colocate.
-            With a server it is TRL's NCCL on a GPU (not with ``weight_rounding``, ``return_routing`` or
-            ``async_rollouts``), else the adapter if the server loads adapters, else a folder.
+            With a server it is TRL's NCCL on a GPU (not with ``weight_rounding``, ``return_routing``,
+            ``async_rollouts`` or truncated sampling of a text model), else the adapter if the server loads adapters,
+            else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`. Without vLLM ``generate`` samples with them.
         folder: folder for a server's weights, which both must see. Default: ``_engine_weights`` in the run's folder.
@@ -105,15 +106,17 @@ class EngineSettings:
         """Time limit and retries of requests to a server."""
         return Patience(timeout=self.timeout, retries=self.retries, start_timeout=max(start_timeout, 1.0))
 
-    def on_server(self, device_type: str, *, ahead: bool = False) -> bool:
+    def on_server(self, device_type: str, *, ahead: bool = False, truncated: bool = False) -> bool:
         """True if a server gets its weights from this kit, False for TRL's NCCL path.
 
         Args:
             device_type: the trainer's.
             ahead: whether requests are sent ahead, which TRL's client cannot do.
+            truncated: whether the engine is to say which tokens truncated sampling kept, which TRL's client drops.
         """
         if self.transfer == "auto":
-            return device_type != "cuda" or ahead or self.weight_rounding is not None or self.return_routing
+            ours = ahead or truncated or self.return_routing or self.weight_rounding is not None
+            return ours or device_type != "cuda"
         return self.transfer != "nccl"
 
     @property

@@ -96,11 +96,16 @@ def check_noise(args: OffPolicyGRPOConfig) -> None:
     """Raise if ``engine.norm_noise`` cannot reach the engine's weights.
 
     Raises:
-        ValueError: the engine is a server, or TRL discards its weights between generations.
+        ValueError: no engine samples, it is a server, or TRL discards its weights between generations.
     """
     settings = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine))
-    if settings.norm_noise is None or not args.use_vllm:
+    if settings.norm_noise is None:
         return
+    if not args.use_vllm:
+        raise ValueError(
+            "engine.norm_noise is no option of 'transformers' (use_vllm: false): the noise is on the norms of an "
+            "engine that has weights of its own in this process. Use use_vllm: true with vllm_mode: colocate."
+        )
     if args.vllm_mode == "server":
         raise ValueError("engine.norm_noise must be left out with a server: it changes weights in this process.")
     if args.vllm_enable_sleep_mode:

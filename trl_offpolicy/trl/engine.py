@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from transformers import ProcessorMixin
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
@@ -78,7 +79,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
     kept: KeptStore | None = None
     """What truncated sampling kept at each token of this rank's rollouts, if the engine reports it."""
-    no_mask: str | None = "TRL's client does not report them; engine.transfer broadcast or folder does"
+    no_mask: str | None = (
+        "TRL's client does not report them; engine.transfer auto (for a text model), broadcast or folder does"
+    )
     """Why it does not; None = it does."""
     screen: Screen | None = None
     """Checks every reply, once a trainer has set it."""
@@ -166,7 +169,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _init_vllm(self) -> None:
         if self.mode == "colocate":
             self._start_in_process()
-        elif self.settings.on_server(self.accelerator.device.type, ahead=self._asks_ahead):
+        elif self.settings.on_server(
+            self.accelerator.device.type, ahead=self._asks_ahead, truncated=self._asks_for_masks
+        ):
             self._connect()
         else:
             super()._init_vllm()
@@ -203,6 +208,11 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _truncation(self) -> Truncation:
         options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return truncation_of({**options, "generation_kwargs": self.generation_kwargs})
+
+    @property
+    def _asks_for_masks(self) -> bool:
+        """True if something is cut, and prompts cannot have images, which reach a server by TRL's client alone."""
+        return bool(self._truncation) and not isinstance(self.processing_class, ProcessorMixin)
 
     def _exact_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """TRL makes room for a whole generation; an exact engine runs as many rows as the trainer's forward has."""

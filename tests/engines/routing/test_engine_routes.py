@@ -252,5 +252,7 @@ def test_a_path_without_a_report_is_refused() -> None:
         EngineSettings.parse({"return_routing": True, "transfer": "nccl"})
     assert EngineSettings.parse({"return_routing": True}).on_server("cuda")
     assert EngineSettings.parse({}).on_server("cuda", ahead=True)
+    assert EngineSettings.parse({}).on_server("cuda", truncated=True)
+    assert not EngineSettings.parse({"transfer": "nccl"}).on_server("cuda", truncated=True)
     assert not EngineSettings.parse({"transfer": "nccl"}).on_server("cuda", ahead=True)
     assert not EngineSettings.parse({}).on_server("cuda") and EngineSettings.parse({}).on_server("cpu")
