@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trl_offpolicy.rollouts.model_parts import blocks, is_flattened
 
@@ -167,6 +168,23 @@ def check_mesh(mesh: Any) -> None:
             "the policy is sharded over data_parallel_size ranks and no tensor parallelism is applied, but got "
             f"data_parallel_size={data} and tensor_parallel_size={tensor}. Lightning's defaults are the number of "
             "nodes and of processes on each."
+        )
+
+
+def check_sharded(policy: nn.Module, mesh: Any) -> None:
+    """Raise if a policy that is loaded already is whole where the strategy shards: each rank would train its own.
+
+    Args:
+        policy: of an earlier ``fit``, ``validate``, ``test`` or ``predict`` of the same module.
+        mesh: of ``ModelParallelStrategy``; None = another strategy.
+
+    Raises:
+        ValueError: no parameter is sharded.
+    """
+    if mesh is not None and not any(isinstance(weight, DTensor) for weight in policy.parameters()):
+        raise ValueError(
+            "the module must be a new one under ModelParallelStrategy, but its policy was loaded whole by a trainer "
+            "with another strategy."
         )
 
 

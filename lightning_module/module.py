@@ -299,10 +299,12 @@ class OffPolicyGRPOModule(LightningModule):
         """Load the policy and, under ``ModelParallelStrategy``, shard it.
 
         Raises:
-            ValueError: the strategy asks for tensor parallelism, which is not applied.
+            ValueError: the strategy asks for tensor parallelism, which is not applied, or would shard a policy that
+                another strategy has loaded whole.
         """
         models.check_mesh(self.device_mesh)
         if self.policy is not None:
+            models.check_sharded(self.policy, self.device_mesh)
             return
         given = self.settings
         self.policy = models.load_policy(

@@ -45,10 +45,12 @@ SMALL_ENGINE: dict[str, Any] = {
 LARGE = (
     "model_revision", "trust_remote_code", "attn_implementation", "load_in_4bit", "load_in_8bit", "tf32", "deepspeed",
     "fsdp", "fsdp_config", "torch_compile", "use_liger_kernel", "steps_per_generation", "generation_batch_size",
-    "eval_on_start", "routing_replay", "vllm_tensor_parallel_size", "vllm_server_base_url", "vllm_server_host",
+    "eval_on_start", "vllm_tensor_parallel_size", "vllm_server_base_url", "vllm_server_host",
     "vllm_server_port", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
 )  # fmt: skip
 """What it drops there: of the model, of several devices, of a GPU."""
+DENSE = ("routing_replay", "freeze_router", "freeze_router_bias")
+"""And of a mixture of experts, because the quickstart's model is dense; the line on the screen names these."""
 
 
 def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: of its file; the run's folder is ``runs/<name>_smoke``.
     """
     engine = SMALL_ENGINE if config.get("use_vllm") else {}
-    kept = {field: value for field, value in config.items() if field not in (*LARGE, *SMALL_ENGINE)}
+    kept = {field: value for field, value in config.items() if field not in (*LARGE, *DENSE, *SMALL_ENGINE)}
     return {**kept, **SMALL, **engine, "output_dir": f"runs/{name}_smoke"}
 
 
@@ -85,10 +87,11 @@ def with_smoke(argv: Sequence[str]) -> list[str]:
     if small:
         config |= small
     else:
-        config = small_settings(config, Path(given[place]).stem)
+        before, config = config, small_settings(config, Path(given[place]).stem)
         if os.environ.get("RANK", "0") == "0":
             said = "no section smoke: two small steps on a CPU with its data, reward and method, and the model"
-            print(f"{given[place]} has {said} {SMALL['model_name_or_path']}", file=sys.stderr)
+            dropped = "".join(f", without {name}" for name in DENSE if name in before)
+            print(f"{given[place]} has {said} {SMALL['model_name_or_path']}{dropped}", file=sys.stderr)
     merged = Path(tempfile.mkdtemp(prefix="smoke-"), Path(given[place]).name)
     merged.write_text(yaml.safe_dump(config, sort_keys=False))
     return [*given[:place], str(merged), *given[place + 1 :]]

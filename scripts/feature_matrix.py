@@ -102,7 +102,7 @@ FEATURES = (
             "tests/engines/test_colocate.py::test_the_tokens_taken_of_a_draft_are_counted",
             "tests/lightning/test_vllm.py::test_the_tokens_taken_of_a_draft_are_counted"),
     Feature("independent draws on every rank",
-            "tests/engines/test_colocate.py::test_two_processes_each_with_an_engine",
+            "tests/trl/test_draws_two_ranks.py::test_no_two_completions_of_a_group_are_equal",
             "tests/lightning/test_noise.py::test_two_ranks_draw_apart"),
     Feature("tools", "tests/trl/test_agents.py::test_trls_tool_loop",
             "tests/lightning/test_agents.py::test_the_calculator_agent_is_the_same_in_both_trainers"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,16 @@ def test_a_prompt_without_a_token_is_shown(tmp_path: Path) -> None:
     prompts = [{"prompt": "w1"}, {"prompt": ""}]
     with pytest.raises(ValueError, match=r"prompt must have at least one token, but prompt 1 of the batch, '', has"):
         trainer(tmp_path, max_steps=1).fit(module(), data(prompts, micro_batch_size=8))
+
+
+def test_a_policy_that_is_loaded_whole_is_not_taken_for_a_sharded_one(tmp_path: Path) -> None:
+    """A second trainer may shard; what the first one loaded would stay whole, and each rank train a copy of its own."""
+    used = module()
+    trainer(tmp_path, max_steps=1).fit(used, data())
+    mesh = {"data_parallel": SimpleNamespace(size=lambda: 2), "tensor_parallel": SimpleNamespace(size=lambda: 1)}
+    used._device_mesh = mesh
+    with pytest.raises(ValueError, match="the module must be a new one under ModelParallelStrategy"):
+        used.configure_model()
 
 
 class Silent(OwnMismatch):
