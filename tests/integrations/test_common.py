@@ -86,13 +86,20 @@ def test_rows_of_different_length_are_padded():
     assert _common.padded([torch.ones(0)]).shape == (1, 1)
 
 
-def slime_answer(offpolicy, **more):
+def end_step():
+    """An optimizer step of no model, after which the run folder gets its row."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def slime_answer(offpolicy, use_tis=True, **more):
     old = [torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0])]
     sampling = [torch.tensor([-1.0, -3.0, -1.5]), torch.tensor([-0.5])]
     masks = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0])]
     pg_loss = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     given = {"train_log_probs": old, "rollout_log_probs": sampling, "loss_masks": masks, **more}
-    return pg_loss, slime.correct(SimpleNamespace(offpolicy=offpolicy), pg_loss=pg_loss, **given)
+    return pg_loss, slime.correct(SimpleNamespace(offpolicy=offpolicy, use_tis=use_tis), pg_loss=pg_loss, **given)
 
 
 def test_slime_gets_weighted_losses_and_masks_of_each_response():
@@ -107,6 +114,29 @@ def test_slime_gets_weighted_losses_and_masks_of_each_response():
     assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [0.0]]
     assert torch.autograd.grad(weighted.sum(), pg_loss)[0].tolist()[:2] == [1.0, 2.0]
     assert metrics["offpolicy/keep/dropped_token_fraction"].tolist() == pytest.approx([1 / 3] * 4)
+
+
+def test_slime_without_use_tis_is_measured_and_not_corrected(tmp_path):
+    """``--get-mismatch-metrics`` alone calls the hook too, and must leave the loss as it is."""
+    offpolicy = {
+        "correction": {
+            "weight": {"type": "truncate", "max_weight": 2.0},
+            "keep": [{"type": "ratio_band", "level": "token", "low": 0.7, "high": None}],
+        },
+        "run_dir": str(tmp_path / "run"),
+    }
+    _, (_, _, corrected) = slime_answer(offpolicy)
+    pg_loss, (weighted, masks, metrics) = slime_answer(offpolicy, use_tis=False)
+    assert weighted is pg_loss
+    assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [1.0]]
+    measured = [name for name in metrics if name.startswith("offpolicy/mismatch/")]
+    assert len(measured) > 8 and all(torch.equal(metrics[name], corrected[name]) for name in measured)
+    assert not [name for name in metrics if name.startswith(("offpolicy/weight", "offpolicy/keep"))]  # none acts
+    end_step()
+    row = read_metrics(tmp_path / "run").rows[0]
+    log_ratios = torch.tensor([0.0, 1.0, -0.5])
+    expected = (log_ratios.exp() - 1 - log_ratios).mean().item()
+    assert row["offpolicy/mismatch/kl_k3"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_slime_refuses_a_loss_of_its_own_and_parts_whose_layout_is_not_known():

@@ -111,7 +111,7 @@ def test_skyrls_entry_point_refuses_a_method_that_is_no_mapping(monkeypatch):
 @pytest.mark.parametrize("missing", ["train_log_probs", "rollout_log_probs"])
 def test_slime_refuses_a_batch_without_log_probs(missing):
     given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
-    args = SimpleNamespace(offpolicy={"preset": "paper/tis"})
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis"})
     assert slime.correct(args, pg_loss=torch.ones(3), **given)[0].shape == (3,)
     for nothing in (None, []):
         with pytest.raises(ValueError, match="train_log_probs and rollout_log_probs must be given"):
@@ -124,7 +124,7 @@ def test_miles_says_over_how_many_ranks_responses_are_split(ranks, refused):
     given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
     given |= {"total_lengths": [5], "response_lengths": [3], "max_seq_lens": None}
     state = SimpleNamespace(cp=SimpleNamespace(size=ranks, rank=0))
-    args = SimpleNamespace(offpolicy={"preset": "paper/tis"})
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis"})
     if refused:
         with pytest.raises(NotImplementedError, match="known for slime alone"):
             slime.correct(args, pg_loss=torch.ones(3), parallel_state=state, **given)
@@ -173,7 +173,7 @@ def test_with_megatron_the_first_rank_of_the_stage_with_the_loss_writes(state, f
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     assert _common._is_first_process() is first
     slime.correct(
-        SimpleNamespace(offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")}),
+        SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")}),
         pg_loss=torch.ones(3), train_log_probs=[LOGPS[0]], rollout_log_probs=[SAMPLING[0]], loss_masks=[MASK[0]],
     )  # fmt: skip
     parameter = torch.nn.Parameter(torch.zeros(1))
