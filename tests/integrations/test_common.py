@@ -1,11 +1,13 @@
 """What the hooks share: which methods they take, the run folder, the layouts. No framework is needed for it."""
 
+import math
 import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import trl_offpolicy as op
 from trl_offpolicy.diagnosis.doctor import examine
@@ -137,6 +139,29 @@ def test_slime_without_use_tis_is_measured_and_not_corrected(tmp_path):
     log_ratios = torch.tensor([0.0, 1.0, -0.5])
     expected = (log_ratios.exp() - 1 - log_ratios).mean().item()
     assert row["offpolicy/mismatch/kl_k3"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_slimes_recomputed_loss_is_recorded_once(recompute, tmp_path, monkeypatch):
+    """``--recompute-loss-function`` puts the loss under this checkpoint; without gradient nothing is recorded."""
+    offpolicy, added = {"preset": "paper/tis", "run_dir": str(tmp_path / "run")}, []
+    monkeypatch.setattr(_common.Recorder, "add", lambda self, stats: added.append(stats))
+    arguments = SimpleNamespace(offpolicy=offpolicy, use_tis=True)
+    leaf, calls = torch.ones(3, requires_grad=True), []
+
+    def loss(leaf):
+        calls.append(1)
+        given = {"train_log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.full((3,), -0.1)]}
+        weighted, _, _ = slime.correct(arguments, pg_loss=leaf.exp(), loss_masks=[torch.ones(3)], **given)
+        return (weighted * weighted).sum()
+
+    with torch.no_grad():
+        loss(leaf)
+    assert added == []
+    found = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False) if recompute else loss(leaf)
+    found.backward()
+    assert len(calls) == (3 if recompute else 2) and len(added) == 1
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 2 * math.exp(2.2)))  # (e^x e^0.1)^2
 
 
 def test_slime_refuses_a_loss_of_its_own_and_parts_whose_layout_is_not_known():

@@ -174,7 +174,8 @@ def test_with_megatron_the_first_rank_of_the_stage_with_the_loss_writes(state, f
     assert _common._is_first_process() is first
     slime.correct(
         SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")}),
-        pg_loss=torch.ones(3), train_log_probs=[LOGPS[0]], rollout_log_probs=[SAMPLING[0]], loss_masks=[MASK[0]],
+        pg_loss=torch.ones(3, requires_grad=True), train_log_probs=[LOGPS[0]], rollout_log_probs=[SAMPLING[0]],
+        loss_masks=[MASK[0]],
     )  # fmt: skip
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

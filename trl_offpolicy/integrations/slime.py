@@ -7,7 +7,8 @@ The method comes from the file of ``--custom-config-path``, whose entries slime 
     offpolicy: {preset: paper/tis, run_dir: runs/slime}
 
 The policy loss, its clip and its denominators stay slime's; rejected tokens leave the loss and the KL term, not the
-denominators. With ``--get-mismatch-metrics`` in the place of ``--use-tis`` nothing is corrected, only measured. Read in slime 624b824a8 and miles 31f1ca961.
+denominators. With ``--get-mismatch-metrics`` in the place of ``--use-tis`` nothing is corrected, only measured. Read in
+slime 624b824a8 and miles 31f1ca961.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def correct(
     # without use_tis slime asks for the numbers alone (--get-mismatch-metrics), and nothing is weighted or dropped
     correction = method.correction if args.use_tis else Correction()
     out = replace(correction, measure=("mismatch", "kept"))(batch)
-    record(method, out.stats, framework="slime")
+    if pg_loss.requires_grad and not _is_recomputed():
+        record(method, out.stats, framework="slime")
     # slime takes a mean over tokens of what it logs: the number of the micro-batch, at each token of it
     numbers = {name: pg_loss.detach().new_tensor(value).expand_as(pg_loss) for name, value in logged(out.stats).items()}
     if not args.use_tis:
@@ -86,6 +88,14 @@ def correct(
         weights = _context_parallel(total_lengths, response_lengths)[1](weights)
     flat = torch.cat(weights) if weights else pg_loss.new_zeros(0)
     return pg_loss * flat.to(pg_loss.dtype), keep, numbers
+
+
+def _is_recomputed() -> bool:
+    """True inside a backward pass: ``--recompute-loss-function`` calls the whole loss there once more.
+
+    That call has a graph like the first one, as slime's checkpoint is not reentrant. Torch's checkpoint asks the same.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _method(args: Any) -> Method:
