@@ -119,5 +119,5 @@ def test_miles(tmp_path):
     assert_same(cases, 6)
     for case in cases.values():
         assert "offpolicy/mismatch/kl_k3" in case["kit"]["metrics"]
-    assert_recorded(tmp_path / "measured", "slime")
-    assert_recorded(tmp_path / "truncate", "slime")
+    assert_recorded(tmp_path / "measured", "miles")
+    assert_recorded(tmp_path / "truncate", "miles")

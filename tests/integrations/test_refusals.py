@@ -1,5 +1,6 @@
 """What the hooks refuse at the call, and which process writes. No framework is needed for it."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -130,6 +131,21 @@ def test_miles_says_over_how_many_ranks_responses_are_split(ranks, refused):
             slime.correct(args, pg_loss=torch.ones(3), parallel_state=state, **given)
     else:
         slime.correct(args, pg_loss=torch.ones(3), parallel_state=state, **given)
+
+
+@pytest.mark.parametrize(("framework", "layout"), [
+    ("slime", {}), ("miles", {"parallel_state": SimpleNamespace(cp=SimpleNamespace(size=1, rank=0))}),
+])  # fmt: skip
+def test_the_run_names_the_framework_that_called(framework, layout, tmp_path):
+    """By the parallel state, which miles alone gives to its hook."""
+    given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")})
+    slime.correct(args, pg_loss=torch.ones(3, requires_grad=True), **layout, **given)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["trainer"] == info["engine"] == framework
 
 
 def prime_rl_loss(current):

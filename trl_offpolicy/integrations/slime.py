@@ -77,7 +77,8 @@ def correct(
     correction = method.correction if args.use_tis else Correction()
     out = replace(correction, measure=("mismatch", "kept"))(batch)
     if pg_loss.requires_grad and not _is_recomputed():
-        record(method, out.stats, framework="slime")
+        # miles gives its parallel state beside what slime gives
+        record(method, out.stats, framework="slime" if layout.get("parallel_state") is None else "miles")
     # slime takes a mean over tokens of what it logs: the number of the micro-batch, at each token of it
     numbers = {name: pg_loss.detach().new_tensor(value).expand_as(pg_loss) for name, value in logged(out.stats).items()}
     if not args.use_tis:
