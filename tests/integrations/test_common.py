@@ -13,6 +13,7 @@ import trl_offpolicy as op
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.integrations import _common, skyrl, slime
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
+from trl_offpolicy.stats import Group, Stats
 
 
 def read(spec, **more):
@@ -86,6 +87,34 @@ def test_a_row_is_written_after_each_optimizer_step_and_the_doctor_reads_it(tmp_
 def test_rows_of_different_length_are_padded():
     assert _common.padded([torch.ones(2), torch.ones(0)]).tolist() == [[1.0, 1.0], [0.0, 0.0]]
     assert _common.padded([torch.ones(0)]).shape == (1, 1)
+
+
+@pytest.mark.parametrize("preset", ["paper/tis", "verl/bypass_pg_is", "verl/decoupled_k3_rs"])
+def test_every_rank_logs_the_same_keys(preset):
+    """SkyRL reduces its log key by key: a rank that left one out would wait for ever, or add another number to it."""
+    method = read({"preset": preset})
+
+    def keys(mask, sampling=-1.0):
+        logps = torch.full((2, 3), -1.0)
+        batch = op.PolicyBatch(
+            per_token_logps=logps, old_per_token_logps=logps, sampling_per_token_logps=torch.full((2, 3), sampling),
+            completion_mask=torch.tensor(mask).bool(), advantages=torch.ones(2),
+        )  # fmt: skip
+        numbers = _common.logged(method.objective(batch).stats)
+        assert all(math.isfinite(number) for number in numbers.values())
+        return list(numbers)
+
+    usual = keys([[1, 1, 1], [1, 1, 0]])
+    assert len(usual) > 20
+    assert keys([[0, 0, 0], [0, 0, 0]]) == usual
+    assert keys([[1, 1, 1], [1, 1, 0]], sampling=-float("inf")) == usual  # ratios that are infinite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_logged_as_zero(value):
+    group = Group(None, {"kl_k1": lambda _: torch.tensor(value), "kl_k3": lambda _: torch.tensor(0.5)})
+    found = _common.logged(Stats({"mismatch": group}))
+    assert found == {"offpolicy/mismatch/kl_k1": 0.0, "offpolicy/mismatch/kl_k3": 0.5}
 
 
 def end_step():
