@@ -83,6 +83,24 @@ def test_skyrl_refuses_a_decoupled_method_where_the_old_forward_was_skipped():
         skyrl_loss(old=None)
 
 
+@pytest.mark.parametrize("fully_async", [False, True])
+def test_skyrl_refuses_a_decoupled_method_in_fully_async_training(fully_async, monkeypatch):
+    """Its old log-probs are of newer weights there; SkyRL's own list of losses does not know the name ``offpolicy``."""
+    entered = {}
+    registry = SimpleNamespace(list_available=lambda: [], register=entered.__setitem__)
+    utils = SimpleNamespace(PolicyLossRegistry=registry)
+    monkeypatch.setitem(sys.modules, "skyrl.backends.skyrl_train.utils.ppo_utils", utils)
+    if fully_async:
+        monkeypatch.setitem(sys.modules, "skyrl.train.fully_async_trainer", SimpleNamespace())
+        with pytest.raises(ValueError, match="mode bypass in fully async training, but got one of mode decoupled"):
+            skyrl.register(preset="paper/tis")
+        assert not entered
+    else:
+        skyrl.register(preset="paper/tis")
+    skyrl.register(preset="verl/bypass_ppo_clip")
+    assert list(entered) == ["offpolicy"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
