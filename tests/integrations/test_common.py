@@ -3,6 +3,7 @@
 import math
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,13 @@ from trl_offpolicy.stats import Group, Stats
 
 def read(spec, **more):
     return _common.read_method(spec, where="offpolicy", framework="the framework", **more)
+
+
+@pytest.mark.parametrize("name", ["verl", "skyrl", "slime", "prime_rl"])
+def test_a_hook_is_small(name):
+    """One is read in a few minutes, and a new one has about this size: what they share is in ``_common``."""
+    source = Path(_common.__file__).with_name(f"{name}.py").read_text().splitlines()
+    assert 40 < len(source) <= 150
 
 
 def test_a_method_is_a_preset_with_changes_around_the_frameworks_own_loss():
