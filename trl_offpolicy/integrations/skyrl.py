@@ -6,7 +6,7 @@
         "offpolicy={preset: paper/tis, run_dir: runs/skyrl}" trainer.algorithm.policy_loss_type=offpolicy
         generator.sampling_params.logprobs=1 ...
 
-A script calls :func:`register` in the place of the first two. SkyRL sums the loss, with the reduction in the advantages.
+A script calls :func:`register` in the place of the first two. SkyRL sums the loss; the advantages hold its reduction.
 Read in SkyRL a9564572e.
 """
 
