@@ -176,10 +176,10 @@ def slime():
     mpu.initialize_model_parallel(context_parallel_size=RANKS)
     given, (tokens, logits, total) = flat_tensors(), made_up_model(int(sys.argv[3]))
     found = {}
-    for name, options in mis_cases().items():
+    for name, (options, changes) in mis_cases().items():
         answers = []
         for path in ("mis.compute_mis_weights_with_cp", "trl_offpolicy.integrations.slime.correct"):
-            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}")
+            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}", **changes)
             leaf = logits.clone().requires_grad_()
             mine = local(leaf, total)
             batch = slime_batch(given, tokens, total)
@@ -206,7 +206,7 @@ def made_up_model(prompt):
 
 
 def mis_cases():
-    """Options of ``mis.yaml``, which slime and miles share."""
+    """Options of ``mis.yaml``, which slime and miles share, and changes of the arguments."""
     mis = {"use_rs": False, "rs_veto_threshold": None, "tis_batch_normalize": False, "rs_level": "token"}
     mis |= {"tis_lower_bound": None, "rs_lower_bound": None, "rs_upper_bound": None}
     cases = {
@@ -218,7 +218,8 @@ def mis_cases():
         "veto": {"tis_mode": "truncate", "tis_level": "token", "tis_upper_bound": 2.0, "use_rs": True,
                  "rs_level": "token", "rs_veto_threshold": 0.3, "rs_lower_bound": 0.1, "rs_upper_bound": 10.0},
     }  # fmt: skip
-    return {name: {**mis, **options} for name, options in cases.items()}
+    named = {name: ({**mis, **options}, {}) for name, options in cases.items()}
+    return {**named, "measured": (named["veto"][0], MEASURE)}
 
 
 def local(logits, total):
@@ -231,14 +232,19 @@ def local(logits, total):
     return torch.cat([slice_with_cp(row, lambda x, pad: torch.nn.functional.pad(x, (0, 0, 0, pad))) for row in rows])
 
 
-def slime_arguments(path, mis, run_dir):
+MEASURE = {"use_tis": False, "get_mismatch_metrics": True, "use_rollout_logprobs": True}
+"""``--use-rollout-logprobs --get-mismatch-metrics``: the loss has mu as its old policy, and is not to be corrected."""
+
+
+def slime_arguments(path, mis, run_dir, **changes):
     """slime's arguments, as far as its policy loss reads them; those of ``mis.yaml`` also as this kit's options."""
     loss = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
     loss |= {"entropy_coef": 0.0, "use_kl_loss": False, "use_opsm": False, "get_mismatch_metrics": False}
     loss |= {"use_rollout_logprobs": False, "calculate_per_token_loss": False, "rollout_temperature": 1.0}
     loss |= {"log_probs_chunk_size": -1, "allgather_cp": False, "qkv_format": "thd", "rollout_top_p": 1.0}
     ours = {"framework": "slime", "options": {"use_tis": True, **mis}, "run_dir": run_dir}
-    return Namespace(**loss, **mis, use_tis=True, custom_tis_function_path=path, offpolicy=ours)
+    given = {**loss, **mis, "use_tis": True, "custom_tis_function_path": path, "offpolicy": ours}
+    return Namespace(**{**given, **changes})
 
 
 def slime_batch(given, tokens, total):
@@ -287,10 +293,10 @@ def miles():
         "rollout_mask_sums": [mask.sum() for mask in rows["mask"]],
     }
     found = {}
-    for name, options in mis_cases().items():
+    for name, (options, changes) in mis_cases().items():
         answers = []
         for path in ("mis.compute_mis_weights_with_cp", "trl_offpolicy.integrations.slime.correct"):
-            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}")
+            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}", **changes)
             vars(args).update(skip_actor_forward_only=False, observe_training_entropy=False, true_on_policy_mode=False)
             vars(args).update(custom_pg_loss_reducer_function_path=None)
             leaf, log = logits.clone().requires_grad_(), {}

@@ -108,7 +108,7 @@ def run(config, proto, batch, totals, function):
 
 
 def compare(name, batch, totals, aggregation):
-    """One preset of verl, by verl and by this kit."""
+    """One preset of verl, by verl and by this kit; ``totals`` may name the actor's ``loss_scale_factor``."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
@@ -117,7 +117,8 @@ def compare(name, batch, totals, aggregation):
     correction = getattr(RolloutCorrectionConfig, name)()
     bypass = correction.bypass_mode
     own, theirs = data_proto(batch), data_proto(batch)
-    changes, metrics = {"loss_agg_mode": aggregation}, {}
+    changes, metrics = {"loss_agg_mode": aggregation, "loss_scale_factor": totals.get("loss_scale_factor")}, {}
+    totals = {key: value for key, value in totals.items() if key != "loss_scale_factor"}
     if bypass:
         for proto in (own, theirs):  # as verl's trainer does
             proto.batch["old_log_probs"] = proto.batch["rollout_log_probs"]

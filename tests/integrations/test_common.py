@@ -1,20 +1,31 @@
 """What the hooks share: which methods they take, the run folder, the layouts. No framework is needed for it."""
 
+import math
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import trl_offpolicy as op
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.integrations import _common, skyrl, slime
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
+from trl_offpolicy.stats import Group, Stats
 
 
 def read(spec, **more):
     return _common.read_method(spec, where="offpolicy", framework="the framework", **more)
+
+
+@pytest.mark.parametrize("name", ["verl", "skyrl", "slime", "prime_rl"])
+def test_a_hook_is_small(name):
+    """One is read in a few minutes, and a new one has about this size: what they share is in ``_common``."""
+    source = Path(_common.__file__).with_name(f"{name}.py").read_text().splitlines()
+    assert 40 < len(source) <= 150
 
 
 def test_a_method_is_a_preset_with_changes_around_the_frameworks_own_loss():
@@ -86,13 +97,48 @@ def test_rows_of_different_length_are_padded():
     assert _common.padded([torch.ones(0)]).shape == (1, 1)
 
 
-def slime_answer(offpolicy, **more):
+@pytest.mark.parametrize("preset", ["paper/tis", "verl/bypass_pg_is", "verl/decoupled_k3_rs"])
+def test_every_rank_logs_the_same_keys(preset):
+    """SkyRL reduces its log key by key: a rank that left one out would wait for ever, or add another number to it."""
+    method = read({"preset": preset})
+
+    def keys(mask, sampling=-1.0):
+        logps = torch.full((2, 3), -1.0)
+        batch = op.PolicyBatch(
+            per_token_logps=logps, old_per_token_logps=logps, sampling_per_token_logps=torch.full((2, 3), sampling),
+            completion_mask=torch.tensor(mask).bool(), advantages=torch.ones(2),
+        )  # fmt: skip
+        numbers = _common.logged(method.objective(batch).stats)
+        assert all(math.isfinite(number) for number in numbers.values())
+        return list(numbers)
+
+    usual = keys([[1, 1, 1], [1, 1, 0]])
+    assert len(usual) > 20
+    assert keys([[0, 0, 0], [0, 0, 0]]) == usual
+    assert keys([[1, 1, 1], [1, 1, 0]], sampling=-float("inf")) == usual  # ratios that are infinite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_logged_as_zero(value):
+    group = Group(None, {"kl_k1": lambda _: torch.tensor(value), "kl_k3": lambda _: torch.tensor(0.5)})
+    found = _common.logged(Stats({"mismatch": group}))
+    assert found == {"offpolicy/mismatch/kl_k1": 0.0, "offpolicy/mismatch/kl_k3": 0.5}
+
+
+def end_step():
+    """An optimizer step of no model, after which the run folder gets its row."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def slime_answer(offpolicy, use_tis=True, **more):
     old = [torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0])]
     sampling = [torch.tensor([-1.0, -3.0, -1.5]), torch.tensor([-0.5])]
     masks = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0])]
     pg_loss = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     given = {"train_log_probs": old, "rollout_log_probs": sampling, "loss_masks": masks, **more}
-    return pg_loss, slime.correct(SimpleNamespace(offpolicy=offpolicy), pg_loss=pg_loss, **given)
+    return pg_loss, slime.correct(SimpleNamespace(offpolicy=offpolicy, use_tis=use_tis), pg_loss=pg_loss, **given)
 
 
 def test_slime_gets_weighted_losses_and_masks_of_each_response():
@@ -107,6 +153,52 @@ def test_slime_gets_weighted_losses_and_masks_of_each_response():
     assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [0.0]]
     assert torch.autograd.grad(weighted.sum(), pg_loss)[0].tolist()[:2] == [1.0, 2.0]
     assert metrics["offpolicy/keep/dropped_token_fraction"].tolist() == pytest.approx([1 / 3] * 4)
+
+
+def test_slime_without_use_tis_is_measured_and_not_corrected(tmp_path):
+    """``--get-mismatch-metrics`` alone calls the hook too, and must leave the loss as it is."""
+    offpolicy = {
+        "correction": {
+            "weight": {"type": "truncate", "max_weight": 2.0},
+            "keep": [{"type": "ratio_band", "level": "token", "low": 0.7, "high": None}],
+        },
+        "run_dir": str(tmp_path / "run"),
+    }
+    _, (_, _, corrected) = slime_answer(offpolicy)
+    pg_loss, (weighted, masks, metrics) = slime_answer(offpolicy, use_tis=False)
+    assert weighted is pg_loss
+    assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [1.0]]
+    measured = [name for name in metrics if name.startswith("offpolicy/mismatch/")]
+    assert len(measured) > 8 and all(torch.equal(metrics[name], corrected[name]) for name in measured)
+    assert not [name for name in metrics if name.startswith(("offpolicy/weight", "offpolicy/keep"))]  # none acts
+    end_step()
+    row = read_metrics(tmp_path / "run").rows[0]
+    log_ratios = torch.tensor([0.0, 1.0, -0.5])
+    expected = (log_ratios.exp() - 1 - log_ratios).mean().item()
+    assert row["offpolicy/mismatch/kl_k3"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_slimes_recomputed_loss_is_recorded_once(recompute, tmp_path, monkeypatch):
+    """``--recompute-loss-function`` puts the loss under this checkpoint; without gradient nothing is recorded."""
+    offpolicy, added = {"preset": "paper/tis", "run_dir": str(tmp_path / "run")}, []
+    monkeypatch.setattr(_common.Recorder, "add", lambda self, stats: added.append(stats))
+    arguments = SimpleNamespace(offpolicy=offpolicy, use_tis=True)
+    leaf, calls = torch.ones(3, requires_grad=True), []
+
+    def loss(leaf):
+        calls.append(1)
+        given = {"train_log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.full((3,), -0.1)]}
+        weighted, _, _ = slime.correct(arguments, pg_loss=leaf.exp(), loss_masks=[torch.ones(3)], **given)
+        return (weighted * weighted).sum()
+
+    with torch.no_grad():
+        loss(leaf)
+    assert added == []
+    found = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False) if recompute else loss(leaf)
+    found.backward()
+    assert len(calls) == (3 if recompute else 2) and len(added) == 1
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 2 * math.exp(2.2)))  # (e^x e^0.1)^2
 
 
 def test_slime_refuses_a_loss_of_its_own_and_parts_whose_layout_is_not_known():

@@ -107,15 +107,17 @@ def test_skyrl(tmp_path, ranks):
 def test_slime_with_whole_responses_and_with_context_parallel_parts(tmp_path, ranks, prompt):
     """After 30 tokens of prompt rank 0 holds every response whole, and rank 1 nothing."""
     cases = answers("slime", tmp_path, prompt, ranks=ranks)
-    assert_same(cases, 5)
+    assert_same(cases, 6)
     for case in cases.values():
         assert "offpolicy/mismatch/kl_k3" in case["kit"]["metrics"]
+    assert_recorded(tmp_path / "measured", "slime")
     assert_recorded(tmp_path / "truncate", "slime")
 
 
 def test_miles(tmp_path):
     cases = answers("miles", tmp_path)
-    assert_same(cases, 5)
+    assert_same(cases, 6)
     for case in cases.values():
         assert "offpolicy/mismatch/kl_k3" in case["kit"]["metrics"]
-    assert_recorded(tmp_path / "truncate", "slime")
+    assert_recorded(tmp_path / "measured", "miles")
+    assert_recorded(tmp_path / "truncate", "miles")

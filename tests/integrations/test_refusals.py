@@ -1,5 +1,6 @@
 """What the hooks refuse at the call, and which process writes. No framework is needed for it."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -82,6 +83,24 @@ def test_skyrl_refuses_a_decoupled_method_where_the_old_forward_was_skipped():
         skyrl_loss(old=None)
 
 
+@pytest.mark.parametrize("fully_async", [False, True])
+def test_skyrl_refuses_a_decoupled_method_in_fully_async_training(fully_async, monkeypatch):
+    """Its old log-probs are of newer weights there; SkyRL's own list of losses does not know the name ``offpolicy``."""
+    entered = {}
+    registry = SimpleNamespace(list_available=lambda: [], register=entered.__setitem__)
+    utils = SimpleNamespace(PolicyLossRegistry=registry)
+    monkeypatch.setitem(sys.modules, "skyrl.backends.skyrl_train.utils.ppo_utils", utils)
+    if fully_async:
+        monkeypatch.setitem(sys.modules, "skyrl.train.fully_async_trainer", SimpleNamespace())
+        with pytest.raises(ValueError, match="mode bypass in fully async training, but got one of mode decoupled"):
+            skyrl.register(preset="paper/tis")
+        assert not entered
+    else:
+        skyrl.register(preset="paper/tis")
+    skyrl.register(preset="verl/bypass_ppo_clip")
+    assert list(entered) == ["offpolicy"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -111,7 +130,7 @@ def test_skyrls_entry_point_refuses_a_method_that_is_no_mapping(monkeypatch):
 @pytest.mark.parametrize("missing", ["train_log_probs", "rollout_log_probs"])
 def test_slime_refuses_a_batch_without_log_probs(missing):
     given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
-    args = SimpleNamespace(offpolicy={"preset": "paper/tis"})
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis"})
     assert slime.correct(args, pg_loss=torch.ones(3), **given)[0].shape == (3,)
     for nothing in (None, []):
         with pytest.raises(ValueError, match="train_log_probs and rollout_log_probs must be given"):
@@ -124,12 +143,27 @@ def test_miles_says_over_how_many_ranks_responses_are_split(ranks, refused):
     given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
     given |= {"total_lengths": [5], "response_lengths": [3], "max_seq_lens": None}
     state = SimpleNamespace(cp=SimpleNamespace(size=ranks, rank=0))
-    args = SimpleNamespace(offpolicy={"preset": "paper/tis"})
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis"})
     if refused:
         with pytest.raises(NotImplementedError, match="known for slime alone"):
             slime.correct(args, pg_loss=torch.ones(3), parallel_state=state, **given)
     else:
         slime.correct(args, pg_loss=torch.ones(3), parallel_state=state, **given)
+
+
+@pytest.mark.parametrize(("framework", "layout"), [
+    ("slime", {}), ("miles", {"parallel_state": SimpleNamespace(cp=SimpleNamespace(size=1, rank=0))}),
+])  # fmt: skip
+def test_the_run_names_the_framework_that_called(framework, layout, tmp_path):
+    """By the parallel state, which miles alone gives to its hook."""
+    given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}
+    args = SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")})
+    slime.correct(args, pg_loss=torch.ones(3, requires_grad=True), **layout, **given)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["trainer"] == info["engine"] == framework
 
 
 def prime_rl_loss(current):
@@ -173,8 +207,9 @@ def test_with_megatron_the_first_rank_of_the_stage_with_the_loss_writes(state, f
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     assert _common._is_first_process() is first
     slime.correct(
-        SimpleNamespace(offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")}),
-        pg_loss=torch.ones(3), train_log_probs=[LOGPS[0]], rollout_log_probs=[SAMPLING[0]], loss_masks=[MASK[0]],
+        SimpleNamespace(use_tis=True, offpolicy={"preset": "paper/tis", "run_dir": str(tmp_path / "run")}),
+        pg_loss=torch.ones(3, requires_grad=True), train_log_probs=[LOGPS[0]], rollout_log_probs=[SAMPLING[0]],
+        loss_masks=[MASK[0]],
     )  # fmt: skip
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

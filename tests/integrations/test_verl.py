@@ -29,7 +29,15 @@ SETTINGS = [
     ({"dp_size": 2, "batch_num_tokens": 77, "global_batch_size": 16}, "token-mean"),
     ({"dp_size": 2, "batch_num_tokens": 77, "global_batch_size": 16}, "seq-mean-token-sum-norm"),
     ({"dp_size": 4, "batch_num_tokens": 120, "global_batch_size": 32}, "seq-mean-token-sum"),
+    (
+        {"dp_size": 2, "batch_num_tokens": 77, "global_batch_size": 16, "loss_scale_factor": 11},
+        "seq-mean-token-sum-norm",
+    ),
+    ({"dp_size": 4, "batch_num_tokens": 120, "global_batch_size": 32}, "seq-mean-token-mean"),
+    ({"dp_size": 2, "batch_num_tokens": 77, "global_batch_size": 16}, "token-sum"),
 ]
+"""Totals of the mini-batch over all ranks, and each of verl's reductions."""
+assert {mode for _, mode in SETTINGS} == AGGREGATIONS.keys()
 CASES = [(name, i) for name in NAMED for i in range(len(SETTINGS))]
 
 
@@ -98,7 +106,10 @@ def test_it_is_the_objective_of_this_kit_on_the_same_tensors(name, setting):
     )
     objective = replace(presets.get(f"verl/{name}").objective, aggregation=AGGREGATIONS[aggregation])
     step = Reduction(
-        tokens=totals["batch_num_tokens"], sequences=totals["global_batch_size"], world_size=totals["dp_size"]
+        tokens=totals["batch_num_tokens"],
+        sequences=totals["global_batch_size"],
+        world_size=totals["dp_size"],
+        max_length=totals.get("loss_scale_factor"),
     )
     loss = objective(batch, step).loss
     (gradient,) = torch.autograd.grad(loss, current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Callable
@@ -214,6 +215,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
         ("async_grpo", "AsyncGRPOTrainer", r"has the engine's log-probs, .*: trl_offpolicy\.async_grpo measures"),
         ("sdpo", "SDPOTrainer", r"asks vLLM for no log-probs"),
         ("iw_opd", "IWOPDTrainer", r"engine's log-probs are part of its advantage"),
+        ("online_dpo", "OnlineDPOTrainer", r"learns which of two samples is preferred: no ratio to the sampler"),
         ("gkd", "GKDTrainer", r"a teacher's distribution"),  # TRL makes it from its SFTTrainer
     ],
 )
@@ -242,3 +244,31 @@ def test_the_reasons_are_of_trainers_that_trl_has_and_the_page_lists() -> None:
     asks = TRL_SOURCE / "experimental" / "sdpo" / "sdpo_trainer.py", TRL_SOURCE / "experimental" / "iw_opd"
     assert "logprobs=None" in asks[0].read_text()  # what is said of the two, as TRL has it
     assert 'logprobs=0 if args.distillation_objective == "iw_opd"' in (asks[1] / "iw_opd_trainer.py").read_text()
+
+
+WATCHED = {"GRPOTrainer", "RLOOTrainer"}
+MADE_FROM_WATCHED = {"GMPOTrainer"}
+"""Experimental trainers that are a GRPOTrainer and have its batches."""
+
+
+def trainers_of_trl() -> dict[str, list[str]]:
+    """The trainer classes in TRL's sources, with the names of their bases."""
+    found = {}
+    for folder in ("trainer", "experimental"):
+        for path in (TRL_SOURCE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_"):
+                    found[node.name] = [ast.unparse(base) for base in node.bases]
+    return found
+
+
+def test_every_trainer_of_trl_is_watched_or_has_a_reason() -> None:
+    found = trainers_of_trl()
+    assert len(found) > 20 and found.keys() >= WATCHED | MADE_FROM_WATCHED
+
+    def is_known(name: str) -> bool:
+        known = WATCHED | MADE_FROM_WATCHED | NOT_WATCHED.keys()
+        return name in known or any(is_known(base) for base in found.get(name, []))
+
+    unknown = sorted(name for name in found if not is_known(name))
+    assert not unknown

@@ -26,13 +26,11 @@ CORRECTION = op.Correction(
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
     """``GRPOTrainer`` of a patched copy of the installed TRL."""
-    if shutil.which("patch") is None:
-        pytest.skip("the program patch is not installed")
     folder = tmp_path_factory.mktemp("patched")
     copy = folder / "trl" / "trainer" / "grpo_trainer.py"
     copy.parent.mkdir(parents=True)
     shutil.copy(Path(trl.__file__).parent / "trainer" / "grpo_trainer.py", copy)
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", str(PATCH)], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["git", "apply", str(PATCH)], cwd=folder, check=True)
     name = "trl.trainer.grpo_trainer_patched"
     spec = importlib.util.spec_from_file_location(name, copy)
     module = importlib.util.module_from_spec(spec)
@@ -112,3 +110,10 @@ def test_a_stock_trainer_with_a_correction_has_the_loss_and_gradient_of_ours(
     assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
     assert (gradient - expected).norm() <= 1e-4 * expected.norm()
     assert abs(loss - without) > 1e-3  # the correction does something
+
+
+def test_a_correction_beside_trls_own_is_refused(patched, tmp_path):
+    """Which is on by default under vLLM, before anything is loaded."""
+    both = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_vllm=True)
+    with pytest.raises(ValueError, match=r"vllm_importance_sampling_correction must be False .* but got True"):
+        patched("no/model", score_last_word, both, correction=hook(CORRECTION), train_dataset=tiny_prompts())

@@ -168,13 +168,21 @@ def padded(rows: Iterable[Tensor], value: float = 0.0) -> Tensor:
     return table if table.shape[1] else torch.nn.functional.pad(table, (0, 1), value=value)
 
 
-def logged(stats: Stats) -> dict[str, float]:
-    """The numbers for the framework's own log, with one transfer to the host; what is not finite is left out."""
+def numbers(stats: Stats) -> dict[str, Tensor]:
+    """The diagnostics for the framework's own log, 0 where one is not finite (the run folder has it as it is).
+
+    None is left out by its value: SkyRL and prime-rl reduce key by key over the ranks, which must have the same keys.
+    """
     found = {name: stats[name].value for name in LOGGED if name in stats}
+    return {name: torch.nan_to_num(value, posinf=0.0, neginf=0.0).float() for name, value in found.items()}
+
+
+def logged(stats: Stats) -> dict[str, float]:
+    """:func:`numbers` with one transfer to the host."""
+    found = numbers(stats)
     if not found:
         return {}
-    values = torch.stack(list(found.values())).tolist()
-    return {name: value for name, value in zip(found, values, strict=True) if abs(value) < float("inf")}
+    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
 
 
 def over_ranks(stats: Stats, group: Any) -> Stats:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trl_offpolicy.integrations._common import LOGGED, measured_as_total, read_method, record
+from trl_offpolicy.integrations._common import measured_as_total, numbers, read_method, record
 from trl_offpolicy.types import PolicyBatch
 
 
@@ -48,7 +48,4 @@ def loss(inputs: Any, **kwargs: Any) -> Any:
         per_token = per_token * inputs.loss_weights
     if inputs.trainer_logprobs.requires_grad:
         record(method, result.stats, framework="prime-rl")
-    # The same keys in every call: prime-rl gathers over ranks what it logs.
-    numbers = {name: result.stats[name].value for name in LOGGED if name in result.stats}
-    metrics = {name: torch.nan_to_num(value, posinf=0.0, neginf=0.0).float() for name, value in numbers.items()}
-    return import_module("prime_rl.trainer.rl.loss").LossOutputs(loss=per_token.sum(), metrics=metrics)
+    return import_module("prime_rl.trainer.rl.loss").LossOutputs(loss=per_token.sum(), metrics=numbers(result.stats))

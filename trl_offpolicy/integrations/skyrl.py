@@ -6,8 +6,8 @@
         "offpolicy={preset: paper/tis, run_dir: runs/skyrl}" trainer.algorithm.policy_loss_type=offpolicy
         generator.sampling_params.logprobs=1 ...
 
-A script calls :func:`register` in the place of the first two. SkyRL sums the loss and has scaled the advantages so that
-the sum is the reduction it was asked for. Read in SkyRL a9564572e.
+A script calls :func:`register` in the place of the first two. SkyRL sums the loss; the advantages hold its reduction.
+Read in SkyRL a9564572e.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ from trl_offpolicy.types import PolicyBatch
 
 NAME = "offpolicy"
 _OWN_CORRECTION = (
-    "tis_ratio_type",
-    "sequence_mask_metric",
-    "outlier_token_is_threshold_low",
-    "outlier_token_is_threshold_high",
-    "token_mask_is_threshold_low",
-    "token_mask_is_threshold_high",
-)
+    "tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low", "token_mask_is_threshold_high",
+)  # fmt: skip
 
 
 def register(**spec: Any) -> None:
@@ -44,10 +40,16 @@ def register(**spec: Any) -> None:
         **spec: the keys of ``offpolicy`` and ``run_dir``, plain values.
 
     Raises:
-        ValueError: a key or option is unknown, or SkyRL sets the quantity.
+        ValueError: a key or option is unknown, SkyRL sets the quantity, or pi_old is needed in fully async training.
         NotImplementedError: the method needs more than a micro-batch, or does not scale with the advantages.
     """
-    _method(spec, Objective())
+    mode = _method(spec, Objective()).objective.mode
+    # SkyRL's own guard goes by the names of its losses; only a script that trains fully async imports this module
+    if "skyrl.train.fully_async_trainer" in sys.modules and mode == "decoupled":
+        raise ValueError(
+            f"{NAME} must name a method of mode bypass in fully async training, but got one of mode decoupled: SkyRL "
+            "scores the old log-probs with weights newer than those that sampled, so staleness would not be seen."
+        )
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     if NAME in registry.list_available():
         registry.unregister(NAME)
@@ -145,5 +147,4 @@ def _scales_with_advantages(objective: Objective) -> bool:
     )
     scale = torch.tensor([0.25, 3.0, 0.5, 7.0])
     scaled = objective(replace(batch, advantages=batch.advantages * scale)).per_token_loss
-    expected = objective(batch).per_token_loss * scale.unsqueeze(1)
-    return bool(torch.allclose(scaled, expected, rtol=1e-4, atol=1e-6))
+    return bool(torch.allclose(scaled, objective(batch).per_token_loss * scale[:, None], rtol=1e-4, atol=1e-6))

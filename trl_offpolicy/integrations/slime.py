@@ -7,7 +7,8 @@ The method comes from the file of ``--custom-config-path``, whose entries slime 
     offpolicy: {preset: paper/tis, run_dir: runs/slime}
 
 The policy loss, its clip and its denominators stay slime's; rejected tokens leave the loss and the KL term, not the
-denominators. Read in slime 624b824a8 and miles 31f1ca961.
+denominators. With ``--get-mismatch-metrics`` in the place of ``--use-tis`` nothing is corrected, only measured. Read in
+slime 624b824a8 and miles 31f1ca961.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.integrations._common import Method, logged, padded, read_method, record
 from trl_offpolicy.types import PolicyBatch
 
@@ -41,7 +43,7 @@ def correct(
     """Weighted loss of each token, masks without the rejected tokens, and numbers for the log, as slime asks for them.
 
     Args:
-        args: slime's arguments; ``offpolicy`` names the method.
+        args: slime's arguments; ``offpolicy`` names the method. Without ``use_tis`` losses and masks stay as they are.
         pg_loss: (N,) the loss of each token of this context-parallel rank, all responses after one another.
         train_log_probs: log pi_old of each response; a part of it under context parallelism.
         rollout_log_probs: log mu, in the same layout.
@@ -71,16 +73,30 @@ def correct(
         completion_mask=padded(loss_masks) > 0,
         advantages=torch.zeros(len(lengths), device=current.device),
     )
-    out = replace(method.correction, measure=("mismatch", "kept"))(batch)
+    # without use_tis slime asks for the numbers alone (--get-mismatch-metrics), and nothing is weighted or dropped
+    correction = method.correction if args.use_tis else Correction()
+    out = replace(correction, measure=("mismatch", "kept"))(batch)
+    if pg_loss.requires_grad and not _is_recomputed():
+        # miles gives its parallel state beside what slime gives
+        record(method, out.stats, framework="slime" if layout.get("parallel_state") is None else "miles")
+    # slime takes a mean over tokens of what it logs: the number of the micro-batch, at each token of it
+    numbers = {name: pg_loss.detach().new_tensor(value).expand_as(pg_loss) for name, value in logged(out.stats).items()}
+    if not args.use_tis:
+        return pg_loss, loss_masks, numbers
     weights = [row[:length] for row, length in zip(out.weights, lengths, strict=True)]
     keep = [row[:length].to(mask.dtype) for row, length, mask in zip(out.keep_mask, lengths, loss_masks, strict=True)]
     if split:
         weights = _context_parallel(total_lengths, response_lengths)[1](weights)
     flat = torch.cat(weights) if weights else pg_loss.new_zeros(0)
-    record(method, out.stats, framework="slime")
-    # slime takes a mean over tokens of what it logs: the number of the micro-batch, at each token of it
-    numbers = {name: pg_loss.detach().new_tensor(value).expand_as(pg_loss) for name, value in logged(out.stats).items()}
     return pg_loss * flat.to(pg_loss.dtype), keep, numbers
+
+
+def _is_recomputed() -> bool:
+    """True inside a backward pass: ``--recompute-loss-function`` calls the whole loss there once more.
+
+    That call has a graph like the first one, as slime's checkpoint is not reentrant. Torch's checkpoint asks the same.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _method(args: Any) -> Method:
