@@ -1,4 +1,4 @@
-"""The pictures of docs/control.md, engines.md and async.md are those that the scripts beside the pages draw."""
+"""The pictures of docs/{control,engines,async,speed}.md are those that the scripts beside the pages draw."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import draw_async
 import draw_control
 import draw_engines
+import draw_speed
 import pytest
 import torch
 from drawing import to_svg
 
 DOCS = Path(draw_control.__file__).parent
-SCRIPTS = {"async": draw_async, "control": draw_control, "engines": draw_engines}
+SCRIPTS = {"async": draw_async, "control": draw_control, "engines": draw_engines, "speed": draw_speed}
 CASES = [(page, name) for page, script in SCRIPTS.items() for name in script.PICTURES]
 MAX_BYTES = 120_000
 
