@@ -48,6 +48,7 @@ from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.rollouts.screening import Screened
 from trl_offpolicy.rollouts.token_ids import run_entry
+from trl_offpolicy.rollouts.token_rewards import read_token_rewards
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, TOKEN_IDS
 from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import Stats
@@ -62,7 +63,7 @@ class Sampled(NamedTuple):
     are any. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is their weighted sum, ``lengths``
     (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by itself, ``completions`` are the
     texts or messages, ``prompts`` what the model saw, ``screened`` the rows that could not be used: they have neither
-    tokens nor rewards.
+    tokens nor rewards. ``token_rewards`` holds the rewards by token of each completion, None = there are none.
     """
 
     rows: dict[str, Any]
@@ -73,6 +74,7 @@ class Sampled(NamedTuple):
     completions: Completions
     prompts: list[Any]
     screened: Screened
+    token_rewards: list[list[float]] | None
 
 
 class Generation:
@@ -304,6 +306,7 @@ class Generation:
                 assert batch is not None
                 completions = module.agents.sample(engine, batch)
         request, screen, rollouts = batch.request, batch.lane.screen, completions.rollouts
+        by_token = self._token_rewards(rollouts)
         screened = screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
@@ -339,7 +342,14 @@ class Generation:
             completions,
             [row["prompt"] for row in request.rows],
             screened,
+            by_token,
         )
+
+    def _token_rewards(self, rollouts: Rollouts) -> list[list[float]] | None:
+        settings = self._module.settings
+        where = "engine" if settings["rollout"] is None else "rollout function"
+        wanted = bool(settings["token_rewards"])
+        return read_token_rewards(rollouts.token_rewards, rollouts.completion_ids, wanted=wanted, where=where)
 
     def _kept_ids(self, rollouts: Rollouts) -> dict[str, Any]:
         """The field of the rows with the tokens that truncated sampling kept; the first time it says which they are."""
@@ -448,7 +458,9 @@ class Generation:
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         greedy = self._greedy_rewards(step) if reads_greedy(stages) else None
         weights = module.rewards.weights
-        inputs = advantage_inputs(rows, sampled.by_function, weights, rank=0, greedy=greedy)  # rewards of this rank
+        inputs = advantage_inputs(  # of this rank
+            rows, sampled.by_function, weights, rank=0, greedy=greedy, token_rewards=sampled.token_rewards
+        )
         keep_as = OLD if module.ahead is None else module.ahead.name_of_scores
         self._run(stages, rows, inputs, score_old, keep_as=keep_as)
 

@@ -23,6 +23,7 @@ def check_module_greedy(module: Host) -> None:
     given = module.settings
     names = ("async_rollouts", "replay", "tools", "environment_factory", "rollout")
     refused = {name: given[name] is not None and given[name] != [] for name in names}
+    refused["token_rewards"] = given["token_rewards"]
     check_greedy(module.stages, {**refused, "engine.logit_fusion": fusion_of(given["engine"]) is not None})
 
 

@@ -41,6 +41,7 @@ from lightning_module.replay import replayed
 from lightning_module.rewards import Rewards
 from lightning_module.spec import fields_of_method, hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
+from lightning_module.token_rewards import check_token_rewards
 from lightning_module.validation import Validation
 from trl_offpolicy.checks import check_bool
 from trl_offpolicy.control.auto import starting_preset
@@ -119,6 +120,10 @@ class OffPolicyGRPOModule(LightningModule):
         on_bad_rollout: what happens to a reply that cannot be used (empty, an id that the model does not know, a
             log-prob above 0): ``raise``, ``drop`` (it leaves the batch and its group's baseline), ``retry`` (it is
             asked for again, then dropped).
+        token_rewards: whether what samples also returns rewards by token (a process reward model's), in a column
+            ``token_rewards`` of ``rollout`` or in the ``Rollouts`` of an engine of one's own: for each completion a
+            list with one number for each token. They are added to the rewards of the reward functions before the
+            advantages are made (``docs/objectives.md``).
         entropy: TRL's entropy options by name (``entropy_coef``, ``use_adaptive_entropy``, ``entropy_target``,
             ``top_entropy_quantile``, ...): :class:`~trl_offpolicy.objective.coefficients.EntropyOptions`.
         mask_truncated_completions: whether completions that were cut at the longest length leave the loss.
@@ -185,6 +190,7 @@ class OffPolicyGRPOModule(LightningModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         check_token_ids: str = "warn",
         on_bad_rollout: str = "raise",
+        token_rewards: bool = False,
         entropy: dict[str, Any] | None = None,
         mask_truncated_completions: bool = False,
         routing_replay: Any = "none",
@@ -221,6 +227,7 @@ class OffPolicyGRPOModule(LightningModule):
         given, engine = self.settings, self.settings["engine"]
         kind, fusion, reports = engine_type(engine), fusion_of(engine), reports_logps_of(engine)
         check_options(engine)
+        check_token_rewards(given)
         sampler = kind if given["rollout"] is None else "own"  # a function may bring log-probs of its own
         default = "measure" if sampler == "transformers" and not reports else "paper/tis"
         default = default if fusion is None else "paper/logit-fusion"
@@ -276,7 +283,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     @objective.setter
     def objective(self, objective: Objective) -> None:
-        stages = stage(objective, self.preset.advantages)
+        stages = stage(objective, self.preset.advantages, token_rewards=self.settings["token_rewards"])
         assert stages is not None
         self._objective, self.stages = objective, stages
 

@@ -165,7 +165,7 @@ def replayed(module: Host) -> ModuleReplay | None:
         "a rollout function": given["rollout"] is not None,
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
-        **refused_objectives(module.stages),
+        **refused_objectives(module.stages, token_rewards=given["token_rewards"]),
         "an engine without log-probs": engine_type(given["engine"]) == "transformers"
         and not reports_logps_of(given["engine"]),
     }

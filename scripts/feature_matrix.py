@@ -128,6 +128,10 @@ FEATURES = (
             "tests/trl/test_ahead.py::test_snapshots_give_the_old_policy_to_the_last_digit", AHEAD),
     Feature("mixture of the versions in a batch (`balance`)",
             "tests/trl/test_ahead.py::test_the_mixture_of_the_versions_is_nearer_than_an_old_version_alone", AHEAD),
+    Feature("rewards by token of your own (a process reward model's)",
+            "tests/trl/test_token_rewards.py::test_a_group_compares_the_sums_of_its_responses, "
+            "tests/trl/test_token_rewards.py::test_reinforce_plus_plus_returns_them_by_token",
+            "tests/lightning/test_token_rewards.py::test_both_trainers_learn_the_same_from_them"),
     Feature("greedy completions as a baseline (ReMax)",
             "tests/trl/test_remax.py::test_the_baseline_is_the_greedy_completion_of_the_prompt",
             "tests/lightning/test_remax.py::test_the_baseline_is_the_greedy_completion_of_the_prompt"),

@@ -42,6 +42,7 @@ class Played:
             policy_versions=[[self.version or 0] * len(ids) for ids in call["completion_ids"]],
             finish_reasons=["stop"] * len(call["completion_ids"]),
             routed_experts=call.get("routed_experts"),
+            token_rewards=call.get("token_rewards"),
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:

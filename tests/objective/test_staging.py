@@ -7,6 +7,7 @@ import torch
 from batches import policy_batch
 
 import trl_offpolicy as op
+from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.objective.staging import stage
 
 TOKEN_BAND = op.RatioBand(level="token", low=0.5, high=2.0)
@@ -90,6 +91,49 @@ def test_in_mode_bypass_the_kl_in_the_reward_is_that_of_the_sampler():
     torch.testing.assert_close(stages.decide(given).rows["advantages"], expected)
     with pytest.raises(ValueError, match="sampling_per_token_logps must be given"):
         stages.decide(replace(given, sampling_per_token_logps=None))
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_the_kl_in_the_reward_is_added_to_rewards_by_token(mode):
+    """By hand: the total of a response is its reward, the rewards of its tokens, and minus their KL."""
+    kl = op.KLPenalty(coef=0.5, estimator="k1", place="reward")
+    given = batch(ref_per_token_logps=torch.full((4, 2), -1.5))
+    by_token = torch.tensor([[0.25, -1.0], [2.0, 0.5], [0.0, 3.0], [-0.75, 0.125]])
+    rows = AdvantageInputs(rewards=given.rewards, group_ids=given.group_ids, token_rewards=by_token)
+    stages = stage(op.Objective(kl=kl, mode=mode), op.advantages.DrGRPO(), token_rewards=True)
+    logps = given.logps("sampling" if mode == "bypass" else "old").tolist()
+    totals = []
+    for row, inside in enumerate(given.mask.tolist()):
+        total = float(given.rewards[row])
+        for place in range(2):
+            if inside[place]:
+                total += float(by_token[row, place]) - 0.5 * (logps[row][place] + 1.5)
+        totals.append(total)
+    expected = []
+    for row, total in enumerate(totals):
+        own = [totals[i] for i in range(4) if given.group_ids[i] == given.group_ids[row]]
+        expected.append(total - sum(own) / len(own))
+    found = stages.decide(given, rows).rows["advantages"].tolist()
+    assert found == pytest.approx(expected, abs=1e-6)
+    without = stages.decide(given, replace(rows, token_rewards=None)).rows["advantages"].tolist()
+    assert found != pytest.approx(without, abs=0.1)
+
+
+def test_rewards_by_token_need_the_whole_batch_and_refuse_what_would_leave_them_out():
+    stages = stage(op.Objective(), token_rewards=True)
+    assert stages.advantages == op.advantages.GRPO() and not stages.needs_old and stages.early is None
+    with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with the advantages of GDPO"):
+        stage(op.Objective(), op.advantages.GDPO(), token_rewards=True)
+    for loss in (op.losses.OAPL(beta=1.0), op.losses.OAPL(beta=1.0, scope="micro_batch")):
+        with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with OAPL, but got true: it re"):
+            stage(op.Objective(policy_loss=loss), token_rewards=True)
+        assert stage(op.Objective(policy_loss=loss)) is None
+    shaped = op.Objective(shaping=(op.shaping.ZeroVariance(correct_threshold=0.5),))
+    with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with ZeroVariance, .* group_rewards,"):
+        stage(shaped, token_rewards=True)
+    filtered = op.Objective(correction=op.Correction(keep=(TOKEN_BAND, op.EqualRewards())))
+    with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with EqualRewards, .* group_rewards,"):
+        stage(filtered, token_rewards=True)
 
 
 def test_gdpo_has_no_place_for_a_kl_in_the_reward():

@@ -96,6 +96,8 @@ class Rollouts:
             becomes one; None for a completion of which it is not known, and if the engine does not report it.
         tool_mask: 1 = sampled by the engine, 0 = tool output between two turns (its log-probs are placeholders, 0.0);
             None = the engine sampled every token.
+        token_rewards: reward of each token besides those of the reward functions, from an engine of one's own; None =
+            it gives none.
     """
 
     prompt_ids: list[list[int]]
@@ -106,6 +108,7 @@ class Rollouts:
     routed_experts: list[Any] | None = None
     sampling_mask: list[Any] | None = None
     tool_mask: list[list[int]] | None = None
+    token_rewards: list[list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -116,15 +119,26 @@ class Rollouts:
             "sampling_per_token_logps": self.sampling_per_token_logps,
             "policy_versions": self.policy_versions,
             "tool_mask": self.tool_mask,
+            "token_rewards": self.token_rewards,
         }
         for name, rows in per_token.items():
-            if rows is not None and [len(row) for row in rows] != lengths:
-                raise ValueError(f"{name} must have one entry for each token of completion_ids.")
+            if rows is not None and (found := [len(row) for row in rows]) != lengths:
+                raise ValueError(
+                    f"{name} must have one entry for each token of completion_ids, but {_apart(found, lengths)}."
+                )
         if self.sampling_mask is not None:
             masks = [one if one is None or isinstance(one, KeptIds) else KeptIds.of(one) for one in self.sampling_mask]
             if [length if one is None else len(one) for one, length in zip(masks, lengths, strict=True)] != lengths:
                 raise ValueError("sampling_mask must have one entry for each token of completion_ids.")
             object.__setattr__(self, "sampling_mask", masks)
+
+
+def _apart(found: Sequence[int], lengths: Sequence[int]) -> str:
+    """Where the lengths of rows are not those of the completions, in words."""
+    if len(found) != len(lengths):
+        return f"got {len(found)} rows for {len(lengths)} completions"
+    row = next(i for i, pair in enumerate(zip(found, lengths, strict=True)) if pair[0] != pair[1])
+    return f"row {row} has {found[row]} for {lengths[row]} tokens"
 
 
 class Engine(Protocol):

@@ -7,7 +7,9 @@ part and returns tensors that travel with the rows. The loss step puts them into
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,8 +138,10 @@ class Stages:
         if self._old_is_sampler:  # a token without log mu costs nothing
             logps = batch.logps("sampling")
             mask = mask & (logps.abs() < torch.inf)
-        costs = self.kl_in_reward.token_rewards(logps, batch.ref_per_token_logps, mask)
-        return replace(inputs, token_rewards=costs)
+        rewards = self.kl_in_reward.token_rewards(logps, batch.ref_per_token_logps, mask)
+        if inputs.token_rewards is not None:
+            rewards = rewards + inputs.token_rewards.float()
+        return replace(inputs, token_rewards=rewards)
 
     def _early(self, batch: PolicyBatch, rows: dict[str, Tensor], out: CorrectionOutput | None = None) -> Decided:
         assert self.early is not None
@@ -155,17 +159,22 @@ class Stages:
         return late is not None and bool(late.keep)
 
 
-def stage(objective: Objective, advantages: AdvantageEstimator | None = None) -> Stages | None:
+def stage(
+    objective: Objective, advantages: AdvantageEstimator | None = None, *, token_rewards: bool = False
+) -> Stages | None:
     """What must be done on the whole generation batch; None if micro-batches are enough.
 
     Args:
         objective: the loss.
-        advantages: the estimator; None = the trainer's own, or GRPO's with ``baseline="kept"`` or the KL in the reward.
+        advantages: the estimator; None = the trainer's own, or GRPO's with ``baseline="kept"``, the KL in the reward or
+            ``token_rewards``.
+        token_rewards: whether the advantages get rewards by token besides those of the reward functions.
 
     Raises:
         ValueError: the parts cannot be separated without changing what they do, or the advantages read weights that
             do not exist before the loss step.
-        NotImplementedError: the KL is in the reward of GDPO.
+        NotImplementedError: the KL is in the reward of GDPO; or there are rewards by token, and GDPO or a part
+            that reads the rewards themselves would leave them out.
     """
     correction = objective.correction or Correction()
     wide = objective.scope in WIDE_SCOPES
@@ -176,7 +185,9 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
             "kl.place must be 'loss' with the advantages of GDPO, which scale each reward function by itself, but got "
             "'reward': the KL of a token belongs to none of them."
         )
-    if in_reward and advantages is None:
+    if token_rewards:
+        _check_token_rewards(objective, advantages)
+    if (in_reward or token_rewards) and advantages is None:
         advantages = GRPO()
     if not (wide or reads_weights):
         return None if advantages is None else Stages(None, objective, advantages)
@@ -191,6 +202,24 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
     if correction.baseline == "kept" and advantages is None:
         advantages = GRPO()
     return Stages(early, replace(objective, correction=late), advantages)
+
+
+def _check_token_rewards(objective: Objective, advantages: AdvantageEstimator | None) -> None:
+    if isinstance(advantages, GDPO):
+        raise NotImplementedError(
+            "token_rewards must be false with the advantages of GDPO, which scale each reward function by itself, but "
+            "got true: the reward of a token belongs to none of them."
+        )
+    reads: list[tuple[Any, Sequence[str]]] = [(objective.policy_loss, objective.policy_loss.reads)]
+    reads += [(part, part.reads) for part in objective.shaping]
+    if objective.correction is not None:
+        reads += [(term, term.requires) for term in objective.correction.keep]
+    for part, fields in reads:
+        if read := [name for name in fields if name in ("rewards", "group_rewards")]:
+            raise NotImplementedError(
+                f"token_rewards must be false with {type(part).__name__}, but got true: it reads {' and '.join(read)}, "
+                "which hold no rewards by token; these are in the advantages alone."
+            )
 
 
 def _check_weights(early: Correction, estimator: str) -> None:

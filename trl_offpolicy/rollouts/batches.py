@@ -13,6 +13,7 @@ from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.objective.objective import NO_SAMPLING
 from trl_offpolicy.objective.staging import Stages
+from trl_offpolicy.rollouts.token_rewards import padded_token_rewards
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -153,11 +154,18 @@ class RowCounter:
 
 
 def advantage_inputs(
-    inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int, greedy: Tensor | None = None
+    inputs: dict[str, Any],
+    by_function: Tensor,
+    reward_weights: Tensor,
+    *,
+    rank: int,
+    greedy: Tensor | None = None,
+    token_rewards: Sequence[Sequence[float]] | None = None,
 ) -> AdvantageInputs:
     """The inputs of an estimator for the rows of this rank; ``by_function`` is the (N, K) rewards of all ranks.
 
     ``greedy`` (B,) is the reward of the greedy completion of each of this rank's prompts, if it was sampled.
+    ``token_rewards`` holds a list for each of its rows (:func:`~.token_rewards.read_token_rewards`), if there are any.
     """
     rows, device = len(inputs["advantages"]), inputs["advantages"].device
     return AdvantageInputs(
@@ -165,6 +173,7 @@ def advantage_inputs(
         group_ids=inputs["group_ids"],
         reward_weights=reward_weights.to(device),
         mask=trainable(inputs),
+        token_rewards=None if token_rewards is None else padded_token_rewards(token_rewards, inputs["completion_ids"]),
         greedy_rewards=None if greedy is None else greedy.to(device),
     )
 

@@ -271,6 +271,7 @@ class Screen:
                 "routed_experts": _of_prompt(columns.get("routed_experts"), row, len(prompts[row])),
                 "sampling_mask": [[self.filler]],
                 "tool_mask": [1],
+                "token_rewards": [0.0],
             }
 
         def once_more(rows: list[int]) -> Columns:

@@ -26,6 +26,7 @@ from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.fusion import check_fusion
 from trl_offpolicy.trl.simulated import check_simulated
+from trl_offpolicy.trl.token_rewards import check_token_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
     check_fusion(args, args.logit_fusion, given)
     check_simulated(args, given)
     check_noise(args)
+    check_token_rewards(args, given)
     warn_about_idle_options(args)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
@@ -179,16 +181,17 @@ def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
     objective, advantages = preset.objective, preset.advantages
     kept = objective.correction is not None and objective.correction.baseline == "kept"
     in_reward = objective.kl is not None and objective.kl.in_reward
-    if (kept or in_reward) and advantages is None:
+    if (kept or in_reward or args.token_rewards) and advantages is None:
         if args.multi_objective_aggregation != "sum_then_normalize":
-            why = "baseline='kept'" if kept else "kl.place 'reward'"
+            reasons = {"baseline='kept'": kept, "kl.place 'reward'": in_reward, "token_rewards": True}
+            why = next(name for name, given in reasons.items() if given)
             raise ValueError(
                 f"multi_objective_aggregation must be 'sum_then_normalize' with {why} (advantages are made "
                 f"again from the total reward), but got {args.multi_objective_aggregation!r}. advantages: gdpo "
                 "normalises each function over the kept responses."
             )
         advantages = GRPO(scale=cast("ScaleRewards", args.scale_rewards))  # TRL's, over what is kept
-    stages = stage(objective, advantages)
+    stages = stage(objective, advantages, token_rewards=args.token_rewards)
     if stages is not None and stages.needs_old:
         reader = "the KL in the reward" if in_reward else f"advantages of {type(advantages).__name__}"
         if stages.early is not None:

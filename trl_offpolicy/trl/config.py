@@ -102,6 +102,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             baseline is made without it), ``retry`` asks for it again, twice, and then drops it.
         tool_timeout: seconds that a call of a tool may take, then its answer is an error. None: any time, and tools run
             in the trainer's own thread.
+        token_rewards: whether the ``rollout_func`` also returns rewards by token (a process reward model's), in a
+            column ``token_rewards``: for each completion a list with one number for each token. They are added to the
+            rewards of the reward functions before the advantages are made (``docs/objectives.md``).
         routing_replay: for a mixture of experts. ``r2`` sends the tokens of every pass over a batch to the experts
             that the trainer chose at the weights that sampled, ``r3`` to those that the engine chose; ``none`` routes
             freely. Or a mapping ``{mode: r3, device: cpu, limit_gib: 8}``
@@ -200,6 +203,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Seconds that a call of a tool may take; then its answer is an error and the step goes on. None: "
             "any time, and tools run in the trainer's own thread."
+        },
+    )
+    token_rewards: bool = field(
+        default=False,
+        metadata={
+            "help": "The rollout_func returns a column token_rewards, one number for each token of each completion; "
+            "they are added to the rewards before the advantages are made."
         },
     )
     routing_replay: dict[str, Any] | str | None = field(
@@ -314,6 +324,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         if self.correct_threshold is not None:
             check_number("correct_threshold", self.correct_threshold)
         check_bool(record_rollouts=self.record_rollouts, write_report=self.write_report)
+        check_bool(token_rewards=self.token_rewards)
         check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
         self.trim_padding = cast("str", read_switch("trim_padding", self.trim_padding, ["columns", "ranks"]))
         self.share_prefix = cast("str", read_switch("share_prefix", self.share_prefix, ["auto"]))

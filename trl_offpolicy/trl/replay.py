@@ -60,8 +60,8 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
 
     Raises:
         ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
-        NotImplementedError: several processes, sampling ahead, tools, images, a KL term in the reward, other advantages
-            than GRPO's, or the baseline 'kept'.
+        NotImplementedError: several processes, sampling ahead, tools, images, a KL term in the reward, token_rewards,
+            other advantages than GRPO's, or the baseline 'kept'.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
         "several processes": trainer.accelerator.num_processes > 1,
         "async_rollouts": trainer._ahead is not None,
         "tools": bool(trainer.tools),
-        **refused_objectives(trainer._stages),
+        **refused_objectives(trainer._stages, token_rewards=args.token_rewards),
         "an engine without log-probs": not (args.reports_logps or trainer.rollout_func),
     }
     refuse("ReplayGRPOTrainer", refused)

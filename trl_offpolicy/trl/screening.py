@@ -10,6 +10,7 @@ from torch import Tensor
 from trl_offpolicy.rollouts.agents.environments import bound_environment, made_by
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.screening import Columns, Screen, Screened, Unusable
+from trl_offpolicy.rollouts.token_rewards import TOKEN_REWARDS
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.engine import TRLEngine
 
@@ -77,12 +78,15 @@ class TrainerScreen:
         columns = {name: output[name] for name in ("prompt_ids", "completion_ids", *names)}
         if output.get("logprobs") is not None:
             columns["logps"] = output["logprobs"]
+        if isinstance(output.get(TOKEN_REWARDS), Sequence):  # else who reads it says what is wrong
+            columns[TOKEN_REWARDS] = output[TOKEN_REWARDS]
         prompts = list(output["prompt_ids"])
         if any(len(column) != count for column in columns.values()):
             lengths = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
             self.screen.fail(f"rollout_func must return {count} entries, one per prompt, but got {lengths}")
             prompts = [[self.screen.filler]] * count
-            columns = {"prompt_ids": prompts, "completion_ids": [[]] * count, "logps": [[]] * count}
+            empty = ("completion_ids", "logps", *({TOKEN_REWARDS} & columns.keys()))
+            columns = {"prompt_ids": prompts, **{name: [[]] * count for name in empty}}
 
         def fill(row: int, reason: str) -> dict[str, Any]:
             if "logps" not in columns:
@@ -90,6 +94,7 @@ class TrainerScreen:
             return {
                 "completion_ids": [self.screen.filler],
                 "logps": [Unusable(reason)],
+                TOKEN_REWARDS: [0.0],
                 **{name: [1] for name in names},
             }
 

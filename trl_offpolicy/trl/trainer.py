@@ -78,6 +78,7 @@ from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
 from trl_offpolicy.trl.screening import TrainerScreen, made_in_guard
 from trl_offpolicy.trl.simulated import TrainerSimulated
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
+from trl_offpolicy.trl.token_rewards import TrainerTokenRewards
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 
@@ -137,6 +138,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._old_here = scores_old(args, self._stages, reads_old=reads_old)
         self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
         self._screen = TrainerScreen(self, args.on_bad_rollout)
+        self._token_rewards = TrainerTokenRewards(self)  # of what is screened
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
         self._agents = agents_ahead(self, given)  # None: TRL's own loop runs the tools, if there are any
@@ -283,7 +285,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if stages.advantages is not None:
             assert self._rewards is not None
             rank = self.accelerator.process_index
-            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank, greedy=greedy)
+            by_token = self._token_rewards.take()
+            inputs = batches.advantage_inputs(
+                output, self._rewards, self.reward_weights, rank=rank, greedy=greedy, token_rewards=by_token
+            )
         stats = batches.decide(
             stages,
             output,

@@ -159,6 +159,7 @@ class _Episode:
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logps: list[float] | None = None if rollouts.sampling_per_token_logps is None else []
+        self.rewards: list[float] | None = None if rollouts.token_rewards is None else []
         self.versions: list[int] = []
         self.kept: list[KeptIds] = []
         self.reports = False
@@ -189,6 +190,8 @@ class _Episode:
         self.versions += rollouts.policy_versions[index][:most]
         if self.logps is not None and rollouts.sampling_per_token_logps is not None:
             self.logps += rollouts.sampling_per_token_logps[index][:most]
+        if self.rewards is not None and rollouts.token_rewards is not None:
+            self.rewards += rollouts.token_rewards[index][:most]
         kept = None if rollouts.sampling_mask is None else rollouts.sampling_mask[index]
         self.reports |= kept is not None
         self.kept.append(KeptIds.unreported(len(sampled)) if kept is None else kept[:most])
@@ -222,12 +225,14 @@ class _Episode:
         self.routes = torch.cat([known, torch.as_tensor(routes)[len(known) : fed]])
 
     def add_tool_output(self, ids: list[int]) -> None:
-        """Append ids that no policy sampled. Placeholders stand in their other fields: log-prob 0, as in TRL."""
+        """Append ids that no policy sampled. Placeholders stand in their other fields: log-prob and reward 0."""
         self.ids += ids
         self.mask += [0] * len(ids)
         self.versions += [self.versions[-1] if self.versions else -1] * len(ids)
         if self.logps is not None:
             self.logps += [0.0] * len(ids)
+        if self.rewards is not None:
+            self.rewards += [0.0] * len(ids)
         self.kept.append(KeptIds.alone(ids))
 
 
@@ -244,6 +249,7 @@ def _gathered(episodes: Sequence[_Episode]) -> Episodes:
         routed_experts=_all_or_none(routes),
         sampling_mask=_all_or_none(kept),
         tool_mask=[episode.mask for episode in episodes],
+        token_rewards=_all_or_none([episode.rewards for episode in episodes]),
     )
     return Episodes(
         rollouts=rollouts,

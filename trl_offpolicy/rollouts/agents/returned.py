@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.rollouts.token_ids import SAMPLED_IDS
+from trl_offpolicy.rollouts.token_rewards import TOKEN_REWARDS, read_token_rewards
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _MASKS = ("env_mask", "tool_mask")
@@ -28,8 +29,8 @@ def read_returned(output: Any, *, rows: int, version: int | None) -> Returned:
     Args:
         output: :class:`Rollouts`, or TRL's mapping: ``prompt_ids``, ``completion_ids`` and ``logprobs`` (one list per
             completion; ``logprobs`` may be None), optionally ``env_mask`` or ``tool_mask`` (1 = sampled by the policy,
-            0 = anything else) and ``sampled_ids``. Other entries are columns for the reward functions: a list with a
-            value per completion, or one value for all.
+            0 = anything else), ``sampled_ids`` and ``token_rewards`` (a number for each token). Other entries are
+            columns for the reward functions: a list with a value per completion, or one value for all.
         rows: number of completions that were asked for.
         version: version of the weights.
 
@@ -49,7 +50,8 @@ def read_returned(output: Any, *, rows: int, version: int | None) -> Returned:
     given = [name for name in _MASKS if output.get(name) is not None]
     if len(given) > 1:
         raise ValueError("rollout must return env_mask or tool_mask, which mean the same, but got both.")
-    sampled = output.get(SAMPLED_IDS)
+    sampled, by_token = output.get(SAMPLED_IDS), output.get(TOKEN_REWARDS)
+    by_token = read_token_rewards(by_token, completions, wanted=by_token is not None, where="rollout function")
     rollouts = Rollouts(
         prompt_ids=prompts,
         completion_ids=completions,
@@ -57,8 +59,9 @@ def read_returned(output: Any, *, rows: int, version: int | None) -> Returned:
         policy_versions=[[-1 if version is None else version] * len(ids) for ids in completions],
         finish_reasons=["stop"] * rows,
         tool_mask=_mask(given[0], output[given[0]], completions) if given else None,
+        token_rewards=by_token,
     )
-    known = {*_REQUIRED, *_MASKS, SAMPLED_IDS}
+    known = {*_REQUIRED, *_MASKS, SAMPLED_IDS, TOKEN_REWARDS}
     columns = {name: _column(name, value, rows) for name, value in output.items() if name not in known}
     return Returned(rollouts, columns, None if sampled is None else _ids(SAMPLED_IDS, sampled, rows))
 

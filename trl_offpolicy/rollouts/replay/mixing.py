@@ -238,7 +238,7 @@ def check_sizes(
         )
 
 
-def refused_objectives(stages: Stages | None) -> dict[str, bool]:
+def refused_objectives(stages: Stages | None, *, token_rewards: bool) -> dict[str, bool]:
     """What of an objective replay does not work with, for :func:`refuse`.
 
     Advantages are made of the rewards of fresh rows by function, which the buffer does not hold. A correction is
@@ -247,6 +247,7 @@ def refused_objectives(stages: Stages | None) -> dict[str, bool]:
     if stages is None:
         return {}
     return {
+        "token_rewards": token_rewards,
         "a KL term in the reward": stages.kl_in_reward is not None,
         "other advantages than grpo": stages.advantages not in (None, GRPO()),
         "baseline 'kept'": stages.reads_correction,
