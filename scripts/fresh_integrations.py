@@ -1,12 +1,12 @@
 """Starts each integration as a new user of the framework would: a fresh environment, the wheel of this checkout in it.
 
-    python scripts/fresh_integrations.py FOLDER [--only verl,skyrl,slime,prime-rl]
+    python scripts/fresh_integrations.py FOLDER [--only verl,skyrl,slime,miles,prime-rl]
 
 The environment is made from torch 2.13.0 and constraints/verl.txt (verl 0.9.1 from PyPI, a vLLM for CPUs, and what the
 others import), with uv where it is installed. FOLDER keeps it for the next call. The checkout is not on the path of
 what is started. verl trains (``python -m verl.trainer.main_ppo``: tests/integrations/test_verl_training.py). SkyRL,
-slime and prime-rl come as far as a CPU goes, from the sources that SKYRL_SOURCE, SLIME_SOURCE and PRIME_RL_SOURCE name
-(tests/integrations/as_user.py). Prints one line for each framework.
+slime, miles and prime-rl come as far as a CPU goes, from the sources that SKYRL_SOURCE, SLIME_SOURCE, MILES_SOURCE and
+PRIME_RL_SOURCE name (tests/integrations/as_user.py). Prints one line for each framework.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {
+    "miles": ("MILES_SOURCE", (".",)),
     "prime-rl": ("PRIME_RL_SOURCE", ("src", "packages/prime-rl-configs/src")),
     "skyrl": ("SKYRL_SOURCE", (".", "skyrl-gym")),
     "slime": ("SLIME_SOURCE", (".",)),
 }
 MORE = ("megatron-core==0.16.1", "zstandard==0.25.0", "tomli==2.5.0")
-"""What slime, SkyRL and prime-rl import beside constraints/verl.txt."""
+"""What slime, miles, SkyRL and prime-rl import beside constraints/verl.txt."""
 
 
 def install(python: Path, *arguments: str) -> None:
@@ -102,7 +103,7 @@ def main() -> None:
     """Make the environment, start everything, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="prime-rl,skyrl,slime,verl")
+    parser.add_argument("--only", default="miles,prime-rl,skyrl,slime,verl")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     python = environment(args.folder.resolve())

@@ -1,4 +1,4 @@
-"""What a user of SkyRL, slime or prime-rl writes to use this kit, as far as a CPU goes; run from a folder of its own.
+"""What a user of SkyRL, slime, miles or prime-rl writes to use this kit, as far as a CPU goes; run in an empty folder.
 
 ``scripts/fresh_integrations.py`` starts it in an environment with the wheel, without this checkout on the path. The
 framework's name is the argument. Its own classes read and check the configuration; its loss is then called on made-up
@@ -48,7 +48,7 @@ def skyrl(run):
 
     import typing_extensions
 
-    typing.TypedDict = typing_extensions.TypedDict  # SkyRL is for Python 3.12, whose own one pydantic takes
+    typing.TypedDict = typing_extensions.TypedDict  # below Python 3.12 pydantic refuses typing's
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
     from skyrl.train.entrypoints import main_base
 
@@ -73,40 +73,75 @@ def skyrl(run):
     return loss, current
 
 
-def slime(run):
-    """The file of ``--custom-config-path`` as slime reads it, and its policy loss with Megatron on one process."""
-    import yaml
-    from megatron.core import mpu
-    from slime.backends.megatron_utils import loss as slime_loss
+LENGTHS = {"response_lengths": [4], "total_lengths": [6]}
 
-    torch.distributed.init_process_group(
-        "gloo", init_method="file://" + str(Path("store").resolve()), rank=0, world_size=1
-    )
-    mpu.initialize_model_parallel()
+
+def arguments(run):
+    """The file of ``--custom-config-path`` as slime and miles read it, and what else their policy loss asks for."""
+    import yaml
+
     Path("offpolicy.yaml").write_text(f"offpolicy: {{preset: paper/tis, run_dir: {run}}}\n")
     given = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
     given |= {"entropy_coef": 0.0, "use_kl_loss": False, "use_opsm": False, "get_mismatch_metrics": False}
     given |= {"use_rollout_logprobs": False, "calculate_per_token_loss": False, "rollout_temperature": 1.0}
     given |= {"log_probs_chunk_size": -1, "allgather_cp": False, "qkv_format": "thd", "rollout_top_p": 1.0}
+    given |= {"skip_actor_forward_only": False, "observe_training_entropy": False, "true_on_policy_mode": False}
+    given |= {"custom_pg_loss_reducer_function_path": None}  # these four are miles' alone
     path = "trl_offpolicy.integrations.slime.correct"
     args = Namespace(**given, use_tis=True, custom_tis_function_path=path)
     for name, value in yaml.safe_load(Path("offpolicy.yaml").read_text()).items():
         setattr(args, name, value)
-    tokens = torch.tensor([1, 2, 3, 1, 2, 3])
-    logits = torch.zeros(1, 6, 5).requires_grad_()
+    return args
+
+
+def packed():
+    """Logits of a model that finds all five words as likely, and the batch that slime and miles hand to their loss."""
     uniform = torch.full((4,), 1 / 5).log()
     batch = {
         "advantages": [torch.ones(4)],
         "log_probs": [uniform],
         "rollout_log_probs": [uniform - (OLD - SAMPLING)],
-        "unconcat_tokens": [tokens],
-        "response_lengths": [4],
-        "total_lengths": [6],
+        "unconcat_tokens": [torch.tensor([1, 2, 3, 1, 2, 3])],
         "loss_masks": [torch.ones(4)],
         "rollout_mask_sums": [torch.tensor(4.0)],
+        **LENGTHS,
     }
+    return torch.zeros(1, 6, 5).requires_grad_(), batch
+
+
+def one_process():
+    """A process group of this process alone."""
+    store = "file://" + str(Path("store").resolve())
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+
+
+def slime(run):
+    """slime's policy loss with Megatron on one process."""
+    from megatron.core import mpu
+    from slime.backends.megatron_utils import loss as slime_loss
+
+    one_process()
+    mpu.initialize_model_parallel()
+    logits, batch = packed()
     reducer = slime_loss.get_sum_of_sample_mean([6], [4], batch["loss_masks"], batch["rollout_mask_sums"], False)
-    loss, _ = slime_loss.policy_loss_function(args, batch, logits, reducer)
+    loss, _ = slime_loss.policy_loss_function(arguments(run), batch, logits, reducer)
+    return loss, logits
+
+
+def miles(run):
+    """miles' policy loss on one process."""
+    from miles.backends.training_utils import parallel
+    from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
+    from miles.backends.training_utils.loss_hub.losses import policy_loss_function
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+    one_process()
+    one = GroupInfo(rank=0, size=1, group=torch.distributed.group.WORLD)
+    groups = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "ep", "etp", "indep_dp")
+    parallel.set_parallel_state(parallel.ParallelState(**dict.fromkeys(groups, one)))
+    logits, batch = packed()
+    reducer = get_sum_of_sample_mean([6], [4], batch["loss_masks"], denominators=batch["rollout_mask_sums"])
+    loss, _ = policy_loss_function(arguments(run), batch, logits, reducer)
     return loss, logits
 
 
@@ -114,7 +149,7 @@ if __name__ == "__main__":
     framework, run = sys.argv[1], Path("run").resolve()
     import trl_offpolicy
 
-    loss, leaf = {"prime-rl": prime_rl, "skyrl": skyrl, "slime": slime}[framework](run)
+    loss, leaf = {"prime-rl": prime_rl, "skyrl": skyrl, "slime": slime, "miles": miles}[framework](run)
     loss.backward()
     step()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -105,7 +105,7 @@ def skyrl():
 
     import typing_extensions
 
-    typing.TypedDict = typing_extensions.TypedDict  # SkyRL is for Python 3.12, whose own one pydantic takes
+    typing.TypedDict = typing_extensions.TypedDict  # below Python 3.12 pydantic refuses typing's
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 

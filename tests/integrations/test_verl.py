@@ -21,7 +21,7 @@ from trl_offpolicy.run_folder.names import translate
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=HOW)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.skipif(PYTHON is None, reason=HOW)]
 
 NAMED = [name.removeprefix("verl/") for name in presets.names() if name.startswith("verl/")]
 SETTINGS = [

@@ -50,13 +50,14 @@ def hook(correction):
     return call
 
 
-def inputs():
+def inputs(*, aligned):
+    """A micro-batch; ``aligned``: TRL scored no old log-probs, as they are those of the current policy."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(FIRST_WORD, len(VOCABULARY), (ROWS, PROMPT + LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < torch.tensor([6, 4, 2, 5])[:, None]).long()
     old = -4.8 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
     offset = torch.tensor([0.1, -0.6, 0.0, -0.1])[:, None]
-    return {
+    given = {
         "prompt_ids": ids[:, :PROMPT],
         "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
         "completion_ids": ids[:, PROMPT:],
@@ -67,20 +68,23 @@ def inputs():
         "ref_per_token_logps": (old + 0.3) * mask,
         "num_items_in_batch": 2 * mask.sum(),
     }
+    if aligned:
+        del given["old_per_token_logps"]
+    return given
 
 
-def loss_and_gradient(trainer):
+def loss_and_gradient(trainer, *, aligned):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.zero_grad()
-    loss = trainer._compute_loss(trainer.model, inputs())
+    loss = trainer._compute_loss(trainer.model, inputs(aligned=aligned))
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize(("loss_type", "aligned"), [("grpo", False), ("dapo", False), ("dapo", True)])
 def test_a_stock_trainer_with_a_correction_has_the_loss_and_gradient_of_ours(
-    patched, loss_type, fresh_model, tokenizer, tmp_path
+    patched, loss_type, aligned, fresh_model, tokenizer, tmp_path
 ):
     options = {
         "output_dir": str(tmp_path),
@@ -99,7 +103,7 @@ def test_a_stock_trainer_with_a_correction_has_the_loss_and_gradient_of_ours(
     stock = trl.GRPOConfig(**options)
     ours = OffPolicyGRPOConfig(**options, offpolicy=CORRECTION, record_rollouts=False, write_report=False)
     answers = [
-        loss_and_gradient(trainer)
+        loss_and_gradient(trainer, aligned=aligned)
         for trainer in (
             patched(fresh_model("llama"), score_last_word, stock, correction=hook(CORRECTION), **data),
             OffPolicyGRPOTrainer(fresh_model("llama"), score_last_word, ours, **data),
