@@ -16,6 +16,7 @@ from engines.server.servers import Server, long_context_server
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).with_name("combined_run.py")
+ACCELERATE = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
 AGREE = 2e-3
 """Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``; weights of another version are 3 away or more there."""
 
@@ -26,20 +27,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def run(server: Server, folder: Path, *flags: str) -> list[tuple[dict[str, Any], dict[str, float]]]:
+@pytest.fixture(params=[None, "cpu_fsdp2", "cpu_zero3"])
+def strategy(request: pytest.FixtureRequest) -> str | None:
+    """One process, or two that share the weights as ``recipes/accelerate/STRATEGY.yaml`` says."""
+    if "zero" in (request.param or ""):
+        pytest.importorskip("deepspeed")
+    return request.param
+
+
+def run(
+    server: Server, folder: Path, *flags: str, strategy: str | None = None
+) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """By step: what was logged, and what was computed again."""
-    command = [sys.executable, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
+    launcher = [sys.executable]
+    if strategy is not None:
+        config = str(ACCELERATE / f"{strategy}.yaml")
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    command = [*launcher, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"logged')))
+    assert all(bool(again.get("sharded")) == (strategy is not None) for again in found["computed"])
     return list(zip(found["logged"], found["computed"], strict=True))
 
 
-def test_balance(server: Server, tmp_path: Path) -> None:
+def test_balance(server: Server, tmp_path: Path, strategy: str | None) -> None:
     """Batches of several versions: old is their mixture, and the engine's log-probs moved along with it."""
-    flags = ("--ahead", "balance", "--lag", "2", "--partial", "continue", "--length", "100", "--steps", "5")
-    steps = run(server, tmp_path, *flags)
+    # a lag of 1.5 mixes versions by itself; whether a sync cuts requests in flight is a question of speed
+    pace = ("--lag", "2", "--length", "100") if strategy is None else ("--lag", "1.5", "--length", "32")
+    flags = ("--ahead", "balance", "--partial", "continue", "--steps", "5")
+    steps = run(server, tmp_path, *flags, *pace, strategy=strategy)
     assert max(again["versions"] for _, again in steps) >= 2
     for logged, again in steps:
         assert logged["mismatch"] < AGREE and again["mixture_old/max"] < AGREE
@@ -48,9 +66,9 @@ def test_balance(server: Server, tmp_path: Path) -> None:
     assert max(again["then_mu/max"] for _, again in steps) > 10 * AGREE
 
 
-def test_ewma(server: Server, tmp_path: Path) -> None:
+def test_ewma(server: Server, tmp_path: Path, strategy: str | None) -> None:
     """The proximal policy is the average of the weights; the engine's log-probs are of the version that sampled."""
-    steps = run(server, tmp_path, "--ahead", "ewma", "--length", "32")
+    steps = run(server, tmp_path, "--ahead", "ewma", "--length", "32", strategy=strategy)
     assert [again["lag"] for _, again in steps] == [0, 1, 1, 1]
     for logged, again in steps:
         assert again["then_mu/max"] < AGREE and again["average_proximal/max"] < AGREE
