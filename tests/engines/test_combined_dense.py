@@ -78,6 +78,18 @@ def test_ewma(server: Server, tmp_path: Path, strategy: str | None) -> None:
     assert steps[0][0]["mismatch"] < AGREE and steps[1][0]["mismatch"] is None
 
 
+def test_a_second_model(server: Server, tmp_path: Path) -> None:
+    """It scores each token with the weights that sampled it, and the weights that are trained stay where they are."""
+    flags = ("--ahead", "model", "--lag", "1.5", "--partial", "continue", "--length", "32", "--steps", "5")
+    steps = run(server, tmp_path, *flags)
+    assert max(again["versions"] for _, again in steps) >= 2
+    for logged, again in steps:
+        assert logged["mismatch"] < AGREE and again["then_old/max"] < AGREE and again["then_mu/max"] < AGREE
+        assert logged["total"] == pytest.approx(again["now_mu/mean"], abs=AGREE)
+        assert again["exchanges"] == 0
+    assert max(again["now_then/max"] for _, again in steps) > 10 * AGREE  # the weights of now are no old policy
+
+
 def test_a_replay_buffer_with_a_kl_term(server: Server, tmp_path: Path) -> None:
     """Two fresh groups and a replayed one: each keeps the log-probs of the engine that sampled it."""
     steps = run(server, tmp_path, "--buffer", "1", "--beta", "0.1", "--length", "32")
