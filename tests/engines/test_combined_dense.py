@@ -16,6 +16,7 @@ from engines.server.servers import Server, long_context_server
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).with_name("combined_run.py")
+LIGHTNING = Path(__file__).resolve().parents[1] / "lightning" / "replay_run.py"
 ACCELERATE = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
 AGREE = 2e-3
 """Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``; weights of another version are 3 away or more there."""
@@ -36,14 +37,14 @@ def strategy(request: pytest.FixtureRequest) -> str | None:
 
 
 def run(
-    server: Server, folder: Path, *flags: str, strategy: str | None = None
+    server: Server, folder: Path, *flags: str, strategy: str | None = None, script: Path = SCRIPT
 ) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """By step: what was logged, and what was computed again."""
     launcher = [sys.executable]
     if strategy is not None:
         config = str(ACCELERATE / f"{strategy}.yaml")
         launcher += ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
-    command = [*launcher, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
+    command = [*launcher, str(script), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -90,14 +91,29 @@ def test_a_second_model(server: Server, tmp_path: Path) -> None:
     assert max(again["now_then/max"] for _, again in steps) > 10 * AGREE  # the weights of now are no old policy
 
 
-def test_a_replay_buffer_with_a_kl_term(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [SCRIPT, LIGHTNING], ids=["trl", "lightning"])
+def test_a_replay_buffer_with_a_kl_term(server: Server, tmp_path: Path, script: Path) -> None:
     """Two fresh groups and a replayed one: each keeps the log-probs of the engine that sampled it."""
-    steps = run(server, tmp_path, "--buffer", "1", "--beta", "0.1", "--length", "32")
+    steps = run(server, tmp_path, "--buffer", "1", "--beta", "0.1", "--length", "32", script=script)
     assert [again["rows"] for _, again in steps] == [8, 12, 12, 12]  # at first nothing is there to be replayed
     assert all(again["lag"] >= 1 and again["versions"] >= 2 for _, again in steps[1:])
     for logged, again in steps:
         assert again["then_mu/max"] < AGREE
         assert logged["total"] == pytest.approx(again["now_mu/mean"], abs=AGREE)
         assert logged["kl"] == pytest.approx(again["k3/mean"], rel=5e-3, abs=1e-6)
+        assert logged["loss"] == pytest.approx(again["loss"] + 0.1 * again["k3/mean"], rel=5e-3, abs=1e-4)
     assert steps[0][0]["total"] < AGREE < steps[-1][0]["total"] / 10
     assert steps[-1][0]["kl"] > 0.01
+
+
+@pytest.mark.parametrize("script", [SCRIPT, LIGHTNING], ids=["trl", "lightning"])
+def test_a_replay_buffer_with_weights_of_the_whole_batch(server: Server, tmp_path: Path, script: Path) -> None:
+    """Decided on fresh and replayed rows together, which the loss then takes: their mean is 1 over all of them."""
+    steps = run(server, tmp_path, "--buffer", "1", "--wide", "--length", "32", script=script)
+    assert [again["rows"] for _, again in steps] == [8, 12, 12, 12]
+    for logged, again in steps:
+        assert again["then_mu/max"] < AGREE and again["decided_off"] < AGREE
+        assert logged["loss"] == pytest.approx(again["loss_wide"], rel=5e-3, abs=1e-4)
+    # with the weights as they are it would be another loss
+    assert max(again["wide_by"] for _, again in steps) > 10 * AGREE
+    assert max(abs(again["loss"] - again["loss_wide"]) for _, again in steps) > 1e-3
