@@ -30,9 +30,9 @@ SHOWN = ("mismatch/logp_diff_max", "total/logp_diff_mean", "rollout/kept_ids_mea
          "rollout/outside_fraction", "rollout/version_lag_max", "routing/agreement")  # fmt: skip
 
 
-def noted(ours: Any, model: str) -> list[dict[str, float]]:
+def noted(ours: Any, model: str, *, per_generation: int = 2) -> list[dict[str, float]]:
     """What every batch of the module is if it is computed again; filled while it trains."""
-    again, computed, original = Again(model, per_generation=2), [], Generation.micro_batch
+    again, computed, original = Again(model, per_generation), [], Generation.micro_batch
 
     def micro_batch(self: Any, batch: Any) -> Any:
         inputs = original(self, batch)

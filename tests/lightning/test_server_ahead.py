@@ -75,10 +75,10 @@ def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> Non
     assert resumed["lags"] == [[0], [1], [0], [1]]
 
 
-@pytest.mark.parametrize("transfer", ["folder", "broadcast"])
-def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: Path, transfer: str) -> None:
-    """Scored with the weights of each token's own version, the trainer agrees with the engine."""
-    flags = ("--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5", "--transfer", transfer)
+@pytest.mark.parametrize(("transfer", "old"), [("folder", "snapshot"), ("broadcast", "snapshot"), ("folder", "model")])
+def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: Path, transfer: str, old: str) -> None:
+    """Scored with the weights of each token's own version, here or in a second model, the trainer agrees."""
+    flags = ("--lag", "2", "--old-logps", old, "--length", "200", "--steps", "5", "--transfer", transfer)
     result = run(server, tmp_path, *flags)
 
     assert max(map(max, result["lags"])) == 2 and result["in_order"]
