@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 from engines.combined_run import SHOWN, WIDE
 from kept_run import noted
 from lightning_runs import Watch, data, module, trainer
