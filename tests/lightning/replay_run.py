@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
 from engines.combined_run import SHOWN, WIDE
 from kept_run import noted
 from lightning_runs import Watch, data, module, trainer
