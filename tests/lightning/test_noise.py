@@ -67,7 +67,9 @@ def run_again(folder: Path) -> None:
 
 def in_processes(folder: Path, engine: str) -> list[Any]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # seed_everything of an earlier test left its seed in this process's environment
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    environment = {**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), engine]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
