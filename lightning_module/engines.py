@@ -305,11 +305,22 @@ def in_this_process(engine: Engine) -> bool:
 @contextmanager
 def engine_numerics(device: torch.device) -> Iterator[None]:
     """Leave the trainer's precision: an engine in this process must not inherit autocast or a default dtype."""
+    precise = torch.autocast(device.type, enabled=False)
+    with float32_tensors(), torch.inference_mode(False), torch.no_grad(), precise:
+        yield
+
+
+@contextmanager
+def float32_tensors() -> Iterator[None]:
+    """New tensors are float32 unless they say otherwise.
+
+    Lightning's ``bf16-true`` and ``16-true`` change that around a step. Log-probs of the engine, rewards and versions
+    would be rounded, which looks like a mismatch.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
+        yield
     finally:
         torch.set_default_dtype(default)
 

@@ -48,7 +48,7 @@ from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.rollouts.screening import Screened
 from trl_offpolicy.rollouts.token_ids import run_entry
-from trl_offpolicy.rollouts.token_rewards import read_token_rewards
+from trl_offpolicy.rollouts.token_rewards import not_finite, read_token_rewards
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, TOKEN_IDS
 from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import Stats
@@ -99,6 +99,7 @@ class Generation:
         self._prompts: Prompts | None = None
         self._begun: AgentBatch | None = None  # the batch that begins
         self._announced = False  # how the trainer's distribution is cut
+        self.sees_late = False  # whether an engine has reported tokens of older weights, without `async_rollouts`
         self._told_ids = False  # what the check of the first batch's ids showed
 
     # --------------------------------------------------------------------------------------------------------- engine
@@ -307,6 +308,8 @@ class Generation:
                 completions = module.agents.sample(engine, batch)
         request, screen, rollouts = batch.request, batch.lane.screen, completions.rollouts
         by_token = self._token_rewards(rollouts)
+        if bad := not_finite(by_token):
+            screen.fail(bad)
         screened = screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
@@ -346,10 +349,13 @@ class Generation:
         )
 
     def _token_rewards(self, rollouts: Rollouts) -> list[list[float]] | None:
-        settings = self._module.settings
-        where = "engine" if settings["rollout"] is None else "rollout function"
-        wanted = bool(settings["token_rewards"])
-        return read_token_rewards(rollouts.token_rewards, rollouts.completion_ids, wanted=wanted, where=where)
+        wanted = bool(self._module.settings["token_rewards"])
+        return read_token_rewards(rollouts.token_rewards, rollouts.completion_ids, wanted=wanted, where=self._sampler)
+
+    @property
+    def _sampler(self) -> str:
+        """What samples, in words."""
+        return "engine" if self._module.settings["rollout"] is None else "rollout function"
 
     def _kept_ids(self, rollouts: Rollouts) -> dict[str, Any]:
         """The field of the rows with the tokens that truncated sampling kept; the first time it says which they are."""
@@ -412,8 +418,9 @@ class Generation:
         length, version = rows["completion_ids"].shape[1], trainer.global_step
         if module.ahead is None:  # which adds the versions that it knows itself
             rows["policy_versions"] = row_or_token_versions(
-                sampled.completions.rollouts, length=length, current=version, device=device
+                sampled.completions.rollouts, length=length, current=version, device=device, where=self._sampler
             )
+            self.sees_late |= rows["policy_versions"].dim() > 1
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)

@@ -26,6 +26,7 @@ from lightning_module.engines import (
     check_options,
     check_sampling,
     engine_type,
+    float32_tensors,
     forward_of,
     fusion_of,
     reports_logps_of,
@@ -398,6 +399,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.noise.learning(False)  # a sync, the old policy and the reference are those without it
         self.generation.prepare(batch)
 
+    @float32_tensors()
     def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
         """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
         inputs = self.generation.micro_batch(batch)
@@ -508,8 +510,9 @@ class OffPolicyGRPOModule(LightningModule):
 
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
         wrapped = self.trainer.strategy.model or self
+        stale = self.ahead is not None or self.generation.sees_late
         logs = {
-            **self.measuring.close(self.objective, self.device, stale=self.ahead is not None),
+            **self.measuring.close(self.objective, self.device, stale=stale),
             "grad_norm": gradient_norm(self.policy, flattened=is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }
@@ -540,6 +543,7 @@ class OffPolicyGRPOModule(LightningModule):
         _check_batch(batch, HeldOut)
         self.generation.prepare(batch)
 
+    @float32_tensors()
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         """Sample held-out prompts and log their reward and pass@1."""
         self._log_held_out(batch, EVAL_PREFIX)
@@ -557,10 +561,12 @@ class OffPolicyGRPOModule(LightningModule):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
+    @float32_tensors()
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         """Sample test prompts and log their reward and pass@1 under ``test_``."""
         self._log_held_out(batch, "test_")
 
+    @float32_tensors()
     def predict_step(self, batch: HeldOut, batch_idx: int) -> list[dict[str, Any]]:
         """Sample the test prompts: prompt, completion and rewards of each completion."""
         return self.validation.predict(batch)

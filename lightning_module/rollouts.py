@@ -38,7 +38,7 @@ def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, 
     return {name: value.to(device) for name, value in tensors.items()}
 
 
-def row_or_token_versions(rollouts: Rollouts, *, length: int, current: int, device: torch.device) -> Tensor:
+def row_or_token_versions(rollouts: Rollouts, *, length: int, current: int, device: torch.device, where: str) -> Tensor:
     """Versions of the weights that sampled: (B, T) if some token has older ones than the trainer, else (B,).
 
     A version below 0 is an unknown one: it counts as the current one. All ranks call it and get the same form.
@@ -48,15 +48,16 @@ def row_or_token_versions(rollouts: Rollouts, *, length: int, current: int, devi
         length: T, at least the longest completion.
         current: optimizer steps so far, the version of the trainer's weights.
         device: of the result.
+        where: who reported them, for the message.
 
     Raises:
         ValueError: on every rank, if a token of any rank has a newer version than the trainer.
     """
     known = {version for row in rollouts.policy_versions for version in row if version >= 0} | {current}
     everywhere: set[int] = set().union(*gather_objects(known))
-    if max(everywhere) > current:
+    if (newest := max(everywhere)) > current:
         raise ValueError(
-            f"engine: policy_versions must be at most {current}, the optimizer steps so far, but got {max(everywhere)}."
+            f"{where}: policy_versions must be at most {current}, the optimizer steps so far, but got {newest}."
         )
     if everywhere == {current}:
         return torch.full((len(rollouts),), current, device=device)

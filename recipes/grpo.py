@@ -177,8 +177,9 @@ def make_trainer(recipe: RecipeArguments, training: OffPolicyGRPOConfig, model: 
 
 def main() -> None:
     """Parse, train, save."""
-    sys.argv[1:] = with_smoke(sys.argv[1:])
-    refuse_to_set(sys.argv[1:])
+    given = sys.argv[1:]
+    sys.argv[1:] = with_smoke(given)
+    refuse_to_set(sys.argv[1:], started_with=given)
     parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
     try:
         recipe, training, model = parser.parse_args_and_config()

@@ -50,7 +50,9 @@ LARGE = (
 )  # fmt: skip
 """What it drops there: of the model, of several devices, of a GPU."""
 DENSE = ("routing_replay", "freeze_router", "freeze_router_bias")
-"""And of a mixture of experts, because the quickstart's model is dense; the line on the screen names these."""
+"""And of a mixture of experts, because the quickstart's model is dense."""
+METHOD_OF_ENGINE = ("weight_rounding", "norm_noise")
+"""Options of the engine that are part of the method, and stay."""
 
 
 def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -60,9 +62,18 @@ def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         config: the configuration.
         name: of its file; the run's folder is ``runs/<name>_smoke``.
     """
-    engine = SMALL_ENGINE if config.get("use_vllm") else {}
-    kept = {field: value for field, value in config.items() if field not in (*LARGE, *DENSE, *SMALL_ENGINE)}
-    return {**kept, **SMALL, **engine, "output_dir": f"runs/{name}_smoke"}
+    left_out = (*LARGE, *DENSE, *SMALL_ENGINE, "async_rollouts")
+    kept = {field: value for field, value in config.items() if field not in left_out}
+    small = {**kept, **SMALL, "output_dir": f"runs/{name}_smoke"}
+    if not config.get("use_vllm"):
+        return small
+    method = {option: value for option, value in (config.get("engine") or {}).items() if option in METHOD_OF_ENGINE}
+    return {**small, **SMALL_ENGINE, "engine": {**method, **SMALL_ENGINE["engine"]}}
+
+
+def left_out_of_method(config: Mapping[str, Any]) -> str:
+    """What of the method two small steps leave out, for the line on the screen; empty if nothing."""
+    return "".join(f", without {name}" for name in (*DENSE, "async_rollouts") if config.get(name))
 
 
 def with_smoke(argv: Sequence[str]) -> list[str]:
@@ -90,20 +101,21 @@ def with_smoke(argv: Sequence[str]) -> list[str]:
         before, config = config, small_settings(config, Path(given[place]).stem)
         if os.environ.get("RANK", "0") == "0":
             said = "no section smoke: two small steps on a CPU with its data, reward and method, and the model"
-            dropped = "".join(f", without {name}" for name in DENSE if name in before)
-            print(f"{given[place]} has {said} {SMALL['model_name_or_path']}{dropped}", file=sys.stderr)
+            without = left_out_of_method(before)
+            print(f"{given[place]} has {said} {SMALL['model_name_or_path']}{without}", file=sys.stderr)
     merged = Path(tempfile.mkdtemp(prefix="smoke-"), Path(given[place]).name)
     merged.write_text(yaml.safe_dump(config, sort_keys=False))
     return [*given[:place], str(merged), *given[place + 1 :]]
 
 
-def refuse_to_set(argv: Sequence[str]) -> None:
+def refuse_to_set(argv: Sequence[str], *, started_with: Sequence[str] | None = None) -> None:
     """Stop where ``trl-offpolicy migrate`` left a field of the configuration to the user, who has not set it.
 
     Without this the script's own default would take its place: another task, without a word.
 
     Args:
         argv: the command line, without the program's name; an option on it sets its field.
+        started_with: the user's own, before :func:`with_smoke`: its file is the one to write in.
 
     Raises:
         SystemExit: a field is ``TO_SET``; names it, and what to write there.
@@ -117,6 +129,8 @@ def refuse_to_set(argv: Sequence[str]) -> None:
     left = [name for name, value in config.items() if TO_SET in (value if isinstance(value, list) else [value])]
     if left := [name for name in left if name not in given | replaced]:
         meant = "; ".join(NEEDED.get(name, name) for name in left)
+        written = argv if started_with is None else started_with
+        path = written[list(written).index("--config") + 1]
         raise SystemExit(f"{', '.join(left)} must be set in {path}, but is still {TO_SET} there. Write {meant}.")
 
 

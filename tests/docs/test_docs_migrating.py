@@ -96,6 +96,9 @@ def test_both_configurations_are_one_objective(title: str, tmp_path: Path) -> No
     assert objective(theirs, tmp_path) == objective(ours, tmp_path) != objective("offpolicy: measure", tmp_path)
 
 
+MAKEFILE = Path(__file__).resolve().parents[2] / "Makefile"
+
+
 def test_the_commands_of_the_five_steps_exist() -> None:
     """Their files stand for the reader's own: the recipes' script gets the quickstart's configuration."""
     steps = re.findall(r"^(\d)\. .*\n(?:   .*\n)*", section("A whole file"), flags=re.MULTILINE)
@@ -105,7 +108,9 @@ def test_the_commands_of_the_five_steps_exist() -> None:
     kinds = [
         check_command(shlex.split(command.replace("--config ours.yaml", "--config OURS.yaml"))) for command in commands
     ]
-    assert kinds == ["pip", "migrate", "recipe", "script", "recipe"]
+    assert kinds == ["pip", "migrate", "recipe", "recipe"]
+    targets = {word for words in re.findall(r"`make ([^`]*)`", text) for word in words.split()}
+    assert targets == {"install", "model"} and all(f"\n{name}:" in MAKEFILE.read_text() for name in targets)
 
 
 def test_the_example_of_a_whole_file_is_what_the_command_prints(

@@ -1,5 +1,6 @@
 """What the hooks share: which methods they take, the run folder, the layouts. No framework is needed for it."""
 
+import json
 import math
 import sys
 import warnings
@@ -118,11 +119,12 @@ def test_every_rank_logs_the_same_keys(preset):
     assert keys([[1, 1, 1], [1, 1, 0]], sampling=-float("inf")) == usual  # ratios that are infinite
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_is_logged_as_zero(value):
-    group = Group(None, {"kl_k1": lambda _: torch.tensor(value), "kl_k3": lambda _: torch.tensor(0.5)})
+@pytest.mark.parametrize(("value", "shown"), [("nan", 0.0), ("inf", 1e30), ("-inf", -1e30)])
+def test_a_number_that_is_not_finite_is_logged_as_one_that_is(value, shown):
+    """A divergence must not look like agreement."""
+    group = Group(None, {"kl_k1": lambda _: torch.tensor(float(value)), "kl_k3": lambda _: torch.tensor(0.5)})
     found = _common.logged(Stats({"mismatch": group}))
-    assert found == {"offpolicy/mismatch/kl_k1": 0.0, "offpolicy/mismatch/kl_k3": 0.5}
+    assert found == pytest.approx({"offpolicy/mismatch/kl_k1": shown, "offpolicy/mismatch/kl_k3": 0.5})
 
 
 def end_step():
@@ -165,14 +167,16 @@ def test_slime_without_use_tis_is_measured_and_not_corrected(tmp_path):
         "run_dir": str(tmp_path / "run"),
     }
     _, (_, _, corrected) = slime_answer(offpolicy)
-    pg_loss, (weighted, masks, metrics) = slime_answer(offpolicy, use_tis=False)
+    folder = tmp_path / "measured"
+    pg_loss, (weighted, masks, metrics) = slime_answer({**offpolicy, "run_dir": str(folder)}, use_tis=False)
     assert weighted is pg_loss
     assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [1.0]]
     measured = [name for name in metrics if name.startswith("offpolicy/mismatch/")]
     assert len(measured) > 8 and all(torch.equal(metrics[name], corrected[name]) for name in measured)
     assert not [name for name in metrics if name.startswith(("offpolicy/weight", "offpolicy/keep"))]  # none acts
     end_step()
-    row = read_metrics(tmp_path / "run").rows[0]
+    row = read_metrics(folder).rows[0]
+    assert json.loads((folder / "run.json").read_text())["preset"] == "measure"  # what acts, for the doctor
     log_ratios = torch.tensor([0.0, 1.0, -0.5])
     expected = (log_ratios.exp() - 1 - log_ratios).mean().item()
     assert row["offpolicy/mismatch/kl_k3"] == pytest.approx(expected, rel=1e-5)

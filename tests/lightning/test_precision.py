@@ -10,7 +10,7 @@ import pytest
 import torch
 from both_trainers import run_lightning, run_trl, trl_side
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_runs import Watch
+from lightning_runs import OwnMismatch, Rows, Watch, data, module, trainer
 from tiny_models import tiny_model
 
 STEPS, RATE = 50, 0.002
@@ -26,6 +26,19 @@ def moved(weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     """Distance of two movements, relative to the second."""
     return float((one - other).norm() / other.norm())
+
+
+def test_numbers_of_the_engine_stay_float32_under_bf16_true(tmp_path: Path) -> None:
+    """Lightning makes bfloat16 the default of new tensors there: log-probs would be rounded, a mismatch of its own."""
+    engine, rows = OwnMismatch(noise=0.1), Rows()
+    owner = trainer(tmp_path, callbacks=[rows], max_steps=1, precision="bf16-true")
+    owner.fit(module(engine, correction="paper/tis"), data(micro_batch_size=8))
+    batch = rows.batches[0]
+    floats = {name: value.dtype for name, value in batch.items() if getattr(value, "is_floating_point", bool)()}
+    assert floats["sampling_per_token_logps"] == floats["rewards"] == floats["advantages"] == torch.float32
+    said = torch.tensor(engine.calls[0]["logprobs"][0])
+    assert batch["sampling_per_token_logps"][0, : len(said)].tolist() == said.tolist()
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.slow

@@ -58,6 +58,26 @@ def test_the_trainers_version_stands_where_none_is_older_or_known(lag: int | Non
         assert row["offpolicy/rollout/version_lag_max"] == 0
 
 
+class AlwaysLate(OwnMismatch):
+    """Every token was sampled one version ago."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().generate(*args, **kwargs)
+        return replace(found, policy_versions=[[max(v - 1, 0) for v in row] for row in found.policy_versions])
+
+
+def test_a_mismatch_that_nobody_measured_is_not_logged_as_none(tmp_path: Path) -> None:
+    """Without old log-probs no row of older weights says how far the engine is from the trainer."""
+    watch = Watch()
+    trainer(tmp_path, callbacks=[watch], max_steps=STEPS).fit(
+        module(AlwaysLate(noise=0.3), correction="measure"), data(micro_batch_size=8)
+    )
+    assert watch.logs[0]["offpolicy/mismatch/kl_k3"] > 0.01
+    for row in watch.logs[1:]:
+        assert row["offpolicy/rollout/version_lag_mean"] == 1.0
+        assert not [key for key in row if key.startswith(("offpolicy/mismatch/", "offpolicy/kept/"))]
+
+
 class Newer(OwnMismatch):
     """Counts versions of its own."""
 

@@ -107,7 +107,8 @@ def test_smoke_without_a_section_is_small_and_keeps_data_reward_and_method(
         "use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 4, "vllm_gpu_memory_utilization": 0.6,
         "num_generations": 8, "per_device_train_batch_size": 32, "steps_per_generation": 64, "max_steps": 500,
         "max_completion_length": 4096, "save_strategy": "steps", "save_steps": 20, "report_to": "wandb", "bf16": True,
-        "engine": {"dtype": "bfloat16", "max_num_seqs": 256}, "routing_replay": "r3",
+        "engine": {"dtype": "bfloat16", "max_num_seqs": 256, "weight_rounding": "fp8"},
+        "routing_replay": "r3", "async_rollouts": 2,
     }  # fmt: skip
     kept = {"train_files": ["a.parquet"], "reward": "score.py:f", "learning_rate": 3e-6, "offpolicy": "paper/icepop"}
     ours = tmp_path / "ours.yaml"
@@ -115,15 +116,16 @@ def test_smoke_without_a_section_is_small_and_keeps_data_reward_and_method(
     words = record.with_smoke(["--config", str(ours), "--smoke", "--seed", "7"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{ours} has no section smoke: two small steps on a CPU" in said
-    assert said.endswith(", without routing_replay\n")  # the quickstart's model is dense
+    assert said.endswith(", without routing_replay, without async_rollouts\n")  # a dense model, no server
     parser = grpo.TrlParser((grpo.RecipeArguments, grpo.OffPolicyGRPOConfig, grpo.ModelConfig))
     recipe, training, model = parser.parse_args_and_config(words)
     assert (recipe.train_files, recipe.reward) == (kept["train_files"], "score.py:f")
     assert (training.learning_rate, training.seed, training.preset.name) == (3e-6, 7, "paper/icepop")
     assert training.use_cpu and not training.bf16 and training.max_steps == 2 and training.save_strategy == "no"
+    assert training.async_rollouts is None
+    assert training.engine == {"weight_rounding": "fp8", "dtype": "float32", "enforce_eager": True}
     assert (training.num_generations, training.generation_batch_size, training.max_completion_length) == (4, 8, 16)
     assert (training.vllm_mode, training.vllm_tensor_parallel_size, training.report_to) == ("colocate", 1, [])
-    assert training.engine == {"dtype": "float32", "enforce_eager": True}
     assert training.output_dir == "runs/ours_smoke"
     assert (model.model_name_or_path, model.attn_implementation) == (".cache/SmolLM2-135M-Instruct", None)
     record.with_smoke(["--config", str(RECIPES["fsdp2_7b"]), "--smoke"])

@@ -64,6 +64,21 @@ def test_the_command_saves_what_loads_again(
     torch.testing.assert_close(logits(loaded), logits(tiny_model().eval()), atol=1e-4, rtol=1e-4)
     written = (made / "model.safetensors").stat().st_mtime_ns
     assert upcycle.main() == 0 and (made / "model.safetensors").stat().st_mtime_ns == written  # made once
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0.2"])
+    with pytest.raises(SystemExit):  # not taken for one of other options
+        upcycle.main()
+    assert "--output must be another folder" in capsys.readouterr().err
+
+
+def test_a_folder_with_something_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["upcycle.py", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        upcycle.main()
+    assert "--output must be a new or an empty folder" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +87,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="without biases"):
         upcycle.upcycled(tiny_model(mlp_bias=True))
     monkeypatch.setattr(sys, "argv", ["upcycle.py", "--model", str(tmp_path), "--output", str(tmp_path / "moe")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):  # no model there
         upcycle.main()

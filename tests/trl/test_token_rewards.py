@@ -13,6 +13,7 @@ from token_reward_runs import Judged, judged
 from trainer_runs import GENERATIONS, Engine, generation_batches
 
 from trl_offpolicy.rollouts.replay import ReplayBuffer
+from trl_offpolicy.rollouts.screening import RolloutError
 from trl_offpolicy.trl.replay import ReplayGRPOTrainer
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -127,6 +128,12 @@ class Changed(Engine):
             r"token_rewards must have one number for each token of completion_ids, (\d+) in row 7, but got \d+",
         ),
         (lambda ids: [judged(row) for row in ids], False, ValueError, "token_rewards must be true to learn from the"),
+        (
+            lambda ids: [[*judged(row)[1:], math.inf] for row in ids],
+            True,
+            RolloutError,  # on all ranks
+            r"token_rewards must be finite, but token \d+ of row 0 has inf",
+        ),
         (lambda ids: [judged(row) for row in ids[:-1]], True, Exception, r"must return 8 entries.*token_rewards 7"),
     ],
 )

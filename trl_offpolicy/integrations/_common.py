@@ -168,13 +168,18 @@ def padded(rows: Iterable[Tensor], value: float = 0.0) -> Tensor:
     return table if table.shape[1] else torch.nn.functional.pad(table, (0, 1), value=value)
 
 
+HUGE = 1e30
+"""Stands for infinity in the framework's log: a divergence must not look like agreement."""
+
+
 def numbers(stats: Stats) -> dict[str, Tensor]:
-    """The diagnostics for the framework's own log, 0 where one is not finite (the run folder has it as it is).
+    """The diagnostics for the framework's own log; 0 for NaN, and -1e30 or 1e30 for what is infinite.
 
     None is left out by its value: SkyRL and prime-rl reduce key by key over the ranks, which must have the same keys.
+    The run folder has each number as it is.
     """
     found = {name: stats[name].value for name in LOGGED if name in stats}
-    return {name: torch.nan_to_num(value, posinf=0.0, neginf=0.0).float() for name, value in found.items()}
+    return {name: torch.nan_to_num(value.float(), posinf=HUGE, neginf=-HUGE) for name, value in found.items()}
 
 
 def logged(stats: Stats) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy import presets
 from trl_offpolicy.integrations._common import Method, logged, padded, read_method, record
 from trl_offpolicy.types import PolicyBatch
 
@@ -57,6 +57,8 @@ def correct(
         NotImplementedError: the method needs more than a micro-batch, or miles splits responses over ranks.
     """
     method = _method(args)
+    if not args.use_tis:  # slime asks for the numbers alone (--get-mismatch-metrics): nothing is weighted or dropped
+        method = replace(method, preset=presets.get("measure"))
     if not train_log_probs or not rollout_log_probs:
         raise ValueError("train_log_probs and rollout_log_probs must be given for a correction, but got none.")
     lengths = [len(mask) for mask in loss_masks]
@@ -73,9 +75,7 @@ def correct(
         completion_mask=padded(loss_masks) > 0,
         advantages=torch.zeros(len(lengths), device=current.device),
     )
-    # without use_tis slime asks for the numbers alone (--get-mismatch-metrics), and nothing is weighted or dropped
-    correction = method.correction if args.use_tis else Correction()
-    out = replace(correction, measure=("mismatch", "kept"))(batch)
+    out = replace(method.correction, measure=("mismatch", "kept"))(batch)
     if pg_loss.requires_grad and not _is_recomputed():
         # miles gives its parallel state beside what slime gives
         record(method, out.stats, framework="slime" if layout.get("parallel_state") is None else "miles")

@@ -32,7 +32,8 @@ def read_token_rewards(
 
     Raises:
         TypeError: an entry is no list of numbers.
-        ValueError: the column is missing, or is not wanted, or has not one finite number for each token.
+        ValueError: the column is missing, or is not wanted, or has not one number for each token. That a number is not
+            finite is :func:`not_finite`'s to say, because one rank alone may have it.
 
     Example:
         >>> read_token_rewards([[0.5, 0]], [[17, 18]], wanted=True, where="rollout_func")
@@ -69,10 +70,21 @@ def _row(number: int, value: Any, ids: Sequence[int]) -> list[float]:
             f"token_rewards must have one number for each token of completion_ids, {len(ids)} in row {number}, but got "
             f"{len(value)}."
         )
-    found = [float(one) for one in value]
-    if (bad := next((i for i, one in enumerate(found) if not math.isfinite(one)), None)) is not None:
-        raise ValueError(f"token_rewards must be finite, but token {bad} of row {number} has {found[bad]}.")
-    return found
+    return [float(one) for one in value]
+
+
+def not_finite(rows: Sequence[Sequence[float]] | None) -> str | None:
+    """The first reward that is not finite, in a sentence; None = all are. Given to ``Screen.fail``, it ends all ranks.
+
+    Example:
+        >>> not_finite([[0.5], [0.0, float("inf")]])
+        'token_rewards must be finite, but token 1 of row 1 has inf'
+    """
+    for number, row in enumerate(rows or ()):
+        for token, reward in enumerate(row):
+            if not math.isfinite(reward):
+                return f"token_rewards must be finite, but token {token} of row {number} has {reward}"
+    return None
 
 
 def _is_list(value: Any) -> bool:
@@ -82,4 +94,5 @@ def _is_list(value: Any) -> bool:
 def padded_token_rewards(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
     """(B, T) float32 rewards, 0 on padding, on the device of ``like`` (B, T), the completion ids."""
     width = like.shape[1]
-    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], device=like.device)
+    padded = [[*row, *[0.0] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32, device=like.device)

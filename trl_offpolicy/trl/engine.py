@@ -8,6 +8,7 @@ server mode it uses TRL's NCCL path on a GPU, or a shared folder or the LoRA ada
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -267,6 +268,18 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if drafts:  # a rank that does not talk to the server counts nothing, but all ranks have the metric
             self.drafts = Drafts(lambda: Drafted(0, 0)) if server is None else server.drafts
         self.kept = KeptStore() if self.no_mask is None and self._truncation else None
+        self._warn_of_slower_weights()
+
+    def _warn_of_slower_weights(self) -> None:
+        """Say that NCCL was given up for kept tokens which the server does not report."""
+        device = self.accelerator.device.type
+        for_masks = self._asks_for_masks and not self.settings.on_server(device, ahead=self._asks_ahead)
+        if for_masks and self.no_mask is not None and self.accelerator.is_main_process:
+            warnings.warn(
+                "engine.transfer auto does not take NCCL, so that the server can say which tokens truncated sampling "
+                f"kept, but {self.no_mask}. Let the server report them, or set engine.transfer: nccl.",
+                stacklevel=2,
+            )
 
     # ----------------------------------------------------------------------------------------------------- weights
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trl_offpolicy.rollouts.token_rewards import TOKEN_REWARDS, read_token_rewards
+from trl_offpolicy.rollouts.screening import Screen
+from trl_offpolicy.rollouts.token_rewards import TOKEN_REWARDS, not_finite, read_token_rewards
 
 
 def check_token_rewards(args: Any, given: Mapping[str, Any]) -> None:
@@ -38,9 +39,11 @@ class TrainerTokenRewards:
 
     Args:
         trainer: the trainer; its ``rollout_func`` is wrapped, after the replies are screened.
+        screen: told of a reward that is not finite, so that all ranks end where they agree on the rows.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, screen: Screen) -> None:
+        self._screen = screen
         self._wanted = bool(trainer.args.token_rewards)
         self._rows: list[list[float]] | None = None
         if trainer.rollout_func is not None:
@@ -54,6 +57,8 @@ class TrainerTokenRewards:
             rest = dict(output)
             given = rest.pop(TOKEN_REWARDS, None)
             self._rows = read_token_rewards(given, output["completion_ids"], wanted=self._wanted, where="rollout_func")
+            if bad := not_finite(self._rows):
+                self._screen.fail(bad)
             return rest
 
         return watched

@@ -138,7 +138,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._old_here = scores_old(args, self._stages, reads_old=reads_old)
         self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
         self._screen = TrainerScreen(self, args.on_bad_rollout)
-        self._token_rewards = TrainerTokenRewards(self)  # of what is screened
+        self._token_rewards = TrainerTokenRewards(self, self._screen.screen)  # of what is screened
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
         self._agents = agents_ahead(self, given)  # None: TRL's own loop runs the tools, if there are any

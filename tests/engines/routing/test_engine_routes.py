@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,3 +257,21 @@ def test_a_path_without_a_report_is_refused() -> None:
     assert not EngineSettings.parse({"transfer": "nccl"}).on_server("cuda", truncated=True)
     assert not EngineSettings.parse({"transfer": "nccl"}).on_server("cuda", ahead=True)
     assert not EngineSettings.parse({}).on_server("cuda") and EngineSettings.parse({}).on_server("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "no_mask", "warns"),
+    [({}, "cuda", "it was started without", True), ({}, "cuda", None, False), ({}, "cpu", "it was started", False),
+     ({"transfer": "folder"}, "cuda", "it was started without", False)],
+)  # fmt: skip
+def test_nccl_given_up_for_nothing_is_said(
+    settings: dict[str, Any], device: str, no_mask: str | None, warns: bool
+) -> None:
+    accelerator = SimpleNamespace(device=torch.device(device), is_main_process=True)
+    engine: Any = SimpleNamespace(settings=EngineSettings.parse(settings), accelerator=accelerator, no_mask=no_mask)
+    engine._asks_for_masks, engine._asks_ahead = True, False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        TRLEngine._warn_of_slower_weights(engine)
+    said = [str(one.message) for one in caught]
+    assert bool(said) is warns and all("set engine.transfer: nccl" in text for text in said)
