@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("trl_offpolicy", "lightning_module", "recipes")
@@ -42,7 +42,7 @@ def test_the_citation_has_the_packages_version() -> None:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=400)
+    done = run_command(command, seconds=400, cwd=cwd)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

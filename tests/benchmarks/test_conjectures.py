@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from processes import run_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.conjectures import budget, collapse, common, lag, moe, run
@@ -231,7 +231,7 @@ def test_plans_are_the_issues_grids() -> None:
 @pytest.mark.parametrize("name", run.NAMES)
 def test_every_command_in_short(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "benchmarks/conjectures/run.py", name, "--short", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
+    done = run_command(command, seconds=590, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result["verdict"] in ("holds", "does not hold", "cannot be told here") and result["seeds"]

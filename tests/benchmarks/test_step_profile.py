@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK, ALL = "stock TRL", "kit, both and sync"
@@ -17,7 +17,7 @@ STOCK, ALL = "stock TRL", "kit, both and sync"
 def run(*flags: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "benchmarks/step_profile.py", "--quick", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    done = run_command(command, seconds=1500, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

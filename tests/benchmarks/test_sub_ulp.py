@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 from trl_offpolicy.run_folder.syncs import read_syncs
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(1800)
 def test_a_bfloat16_engine_does_not_see_steps_of_1e_6(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/sub_ulp.py", "--steps", "3", "--only", "hidden", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    done = run_command(command, seconds=1700, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "hidden" / "log.txt").read_text()[-3000:]
     syncs = read_syncs(tmp_path / "hidden")
     assert [(sync.trainer_dtype, sync.engine_dtype) for sync in syncs] == [("float32", "bfloat16")] * 3

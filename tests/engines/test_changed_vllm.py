@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("changed_run.py")
 AGREE = 2e-4  # nats
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 def run(folder: Path, kind: str, *flags: str) -> tuple[dict[str, Any], str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     command = [sys.executable, str(SCRIPT), str(folder), kind, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    done = run_command(command, seconds=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
 

@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("colocate_run.py")
 AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about 1e-6
@@ -24,7 +25,7 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 def start(*flags: str, launcher: tuple[str, ...] = (), threads: int = 2) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, *launcher, str(SCRIPT), mkdtemp(), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    return run_command(command, seconds=600, env=environment)
 
 
 @cache

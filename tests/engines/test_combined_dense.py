@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server, long_context_server
+from processes import run_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -46,7 +46,7 @@ def run(
         launcher += ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
     command = [*launcher, str(script), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    done = run_command(command, seconds=1200, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"logged')))
     assert all(bool(again.get("sharded")) == (strategy is not None) for again in found["computed"])

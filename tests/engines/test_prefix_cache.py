@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 AGREE = 2e-4  # nats
 
@@ -19,7 +19,7 @@ def test_a_prefix_cache_kept_across_a_sync_is_another_policy(tmp_path: Path) -> 
     script = Path(__file__).with_name("prefix_cache_run.py")
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = run_command(command, seconds=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["same weights"]["sampled"] < AGREE and found["reset"]["sampled"] < AGREE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("remax_run.py")
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.integration]
 def run(folder: Path, *flags: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(SCRIPT), str(folder), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
+    done = run_command(command, seconds=550, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result

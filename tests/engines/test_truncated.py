@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("truncated_run.py")
 AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about 1e-5
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 def run(*flags: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(SCRIPT), mkdtemp(), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1100)
+    done = run_command(command, seconds=1100, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result

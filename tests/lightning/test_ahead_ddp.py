@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
@@ -62,7 +62,7 @@ def run(folder: Path, *flags: str, devices: int, ahead: dict[str, Any], strategy
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), str(devices), json.dumps(ahead), strategy, *flags]
     environment["DS_ACCELERATOR"] = "cpu"
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    done = run_command(command, seconds=400, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 

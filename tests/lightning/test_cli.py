@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from engines.server.servers import Server
+from processes import run_command
 from screen_lines import KNOWN, unknown_warnings
 from tiny_models import save_tiny_model, tiny_prompts, tiny_tokenizer
 
@@ -146,7 +146,7 @@ def check_shortened(spec: dict[str, Any], tmp_path: Path) -> str:
     spec["data"].setdefault("dataset_options", {}).update(eval_size=4, train_size=40)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "lightning_module", "fit", "--config", str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    done = run_command(command, seconds=1700, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "loss" in row]) == 2 and (tmp_path / "report.html").exists()

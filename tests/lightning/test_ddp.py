@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_command
 
 pytestmark = pytest.mark.integration
 
@@ -138,7 +138,7 @@ def start(folder: Path, **options: Any) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = run_command(command, seconds=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from processes import run_command
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +64,7 @@ def ranks_of(folder: Path, checkpoint: Path | None = None) -> list[dict[str, Any
         str(folder),
         *([] if checkpoint is None else [str(checkpoint)]),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = run_command(command, seconds=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 

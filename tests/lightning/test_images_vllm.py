@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_engine_and_trainer_see_the_same_images_after_every_sync(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "lightning" / "image_vllm_run.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
+    done = run_command(command, seconds=550, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     logs = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(logs) == 3

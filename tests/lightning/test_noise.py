@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.integration
@@ -71,7 +71,7 @@ def in_processes(folder: Path, engine: str) -> list[Any]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     environment = {**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), engine]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = run_command(command, seconds=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 

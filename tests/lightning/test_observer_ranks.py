@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def run(folder: Path, kind: str) -> tuple[list[dict[str, Any]], pd.DataFrame, li
     """Rows of the metrics, recorded rollouts, what each rank logged last, and what was printed."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "lightning" / "observer_run.py"), str(folder), kind]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    done = run_command(command, seconds=400, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / kind / "metrics.jsonl").read_text().splitlines()
     logged = [torch.load(path, weights_only=True) for path in sorted(folder.glob(f"{kind}-*.pt"))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server, long_context_server
+from processes import run_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ def run(server: Server, folder: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), server.url, "--model", str(server.model)]
     root = str(SCRIPT.parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environment, timeout=400)
+    done = run_command([*command, *flags], seconds=400, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"mismatch'))))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from processes import run_command
 from tiny_models import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +37,7 @@ def finished(folder: Path, kind: str, *flags: str) -> subprocess.CompletedProces
     if "--gpu" not in flags:
         environment["DS_ACCELERATOR"] = "cpu"
     command = [sys.executable, "-W", "ignore", str(script), str(folder), kind, *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    return run_command(command, seconds=400, env=environment)
 
 
 @pytest.fixture(scope="module")

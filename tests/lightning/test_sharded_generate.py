@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from lightning_runs import Played, Watch, data, module, trainer
 from lightning_shards import GENERATE_STEPS, LORA, PROMPTS, ending_model, generate_settings
+from processes import run_command
 
 from trl_offpolicy.rollouts.scoring import sequence_logps
 
@@ -30,8 +30,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     script = str(ROOT / "tests" / "lightning" / "sharded_generate_run.py")
     command = [sys.executable, "-W", "ignore", script, str(folder), kind, *(["--lora"] if lora else [])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, "DS_ACCELERATOR": "cpu"},
-                          timeout=600)  # fmt: skip
+    done = run_command(command, seconds=600, env={**environment, "DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
     name = kind + "-lora" * lora
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)], lora

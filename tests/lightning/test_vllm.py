@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server
+from processes import run_command
 from tiny_models import DRAFTS
 
 pytestmark = pytest.mark.integration
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(folder: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "lightning" / "vllm_run.py"), str(folder), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
+    done = run_command(command, seconds=550, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import run_command
 from tiny_models import save_tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -197,7 +197,7 @@ def test_the_entry_point_runs_on_a_tiny_model(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump({key: value for key, value in {**SPEC, **changes}.items() if key != "examples"}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", str(config)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=environment)
+    done = run_command(command, seconds=550, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if "tools/call_frequency" in row]  # the others are of the evaluations

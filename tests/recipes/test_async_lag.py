@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from processes import run_command
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -187,7 +187,7 @@ def test_entry_point_writes_the_table_and_resumes(
     options = ["--out", str(tmp_path / "out"), "--seeds", "0", "--lags", "1", "unbounded", *tiny]
     options += ["--variants", "decoupled"]
     command = [sys.executable, "recipes/async_lag/run.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_command(command, seconds=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 runs (0 from before)" in done.stdout and "| unbounded | decoupled PPO | 1 |" in done.stdout
     result = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import run_command
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
@@ -75,5 +75,5 @@ def test_the_rewards_of_the_lightning_recipes_can_be_imported(path: Path) -> Non
     """In a process of its own, from the checkout: here other tests have put more on the path."""
     named = yaml.safe_load(path.read_text())["model"]["reward_funcs"]
     code = f"from trl_offpolicy.parts import imported; assert callable(imported({named!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_command([sys.executable, "-c", code], seconds=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
+from processes import run_command
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -200,13 +200,7 @@ def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Pa
     hubs = ("dataset_config", "dataset_revision")
     config.write_text(yaml.safe_dump({key: value for key, value in said.items() if key not in hubs}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "recipes/grpo.py"]
-    done = subprocess.run(
-        [*command, "--config", str(config), *smoke, *options(changed)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = run_command([*command, "--config", config, *smoke, *options(changed)], seconds=500, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(f"offpolicy/{EXPECTED[name]}" in row for row in rows)

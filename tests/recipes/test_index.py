@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import run_command
 
 from scripts.recipes import PAGE, page
 from trl_offpolicy.cli import main
@@ -73,9 +74,7 @@ def test_a_copy_keeps_what_the_user_has_changed(tmp_path: Path, capsys) -> None:
 def in_copy(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of a user who has the package and a copy, and is in the copy's folder."""
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=500, env=environment
-    )
+    return run_command([sys.executable, *words], seconds=500, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "grpo_tis_gsm8k"])

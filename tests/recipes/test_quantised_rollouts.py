@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from processes import run_command
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -361,7 +361,7 @@ def test_entry_point_writes_the_table_and_resumes(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "recipes/quantised_rollouts/run.py", *options, "--variants", "none", "tis"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_command(command, seconds=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "3 runs (0 from before)" in done.stdout and "| INT4 | token TIS, cap 2 | 1 |" in done.stdout
     result = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -383,7 +383,7 @@ def test_entry_point_writes_the_table_and_resumes(
 def test_short_form_learns_and_ranks(tmp_path: Path) -> None:
     """Two minutes on two idle cores: GRPO learns with float rollouts, PPO-IS does not with INT3 ones."""
     command = [sys.executable, "recipes/quantised_rollouts/run.py", "--short", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    done = run_command(command, seconds=1700, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {(r["variant"], r["bits"]): r for r in json.loads((tmp_path / "results.json").read_text())["rows"]}
     assert set(rows) == {("none", None), *((variant, 3) for variant in VARIANTS)}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import run_command
 from screen_lines import LAUNCHED, unknown_warnings
 
 from trl_offpolicy import Objective
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py"]
     options = ["--config", "recipes/quickstart/config.yaml", "--max_steps", "2", "--output_dir", str(tmp_path)]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    done = run_command([*command, *options], seconds=1700, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert unknown_warnings(done.stdout + done.stderr, LAUNCHED) == []
     assert "KL k3" in done.stdout and "report.html" in done.stdout
@@ -56,7 +57,7 @@ def mismatch_of(config: Path, folder: Path) -> float:
     """KL k3 of the second of two steps of the quickstart, nats per token."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", str(config)]
     options = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--output_dir", str(folder)]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    done = run_command([*command, *options], seconds=1700, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found: float = [row["offpolicy/mismatch/kl_k3"] for row in rows if "offpolicy/mismatch/kl_k3" in row][-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from processes import run_command
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
 from recipes import grpo
@@ -196,9 +196,7 @@ def test_a_migrated_file_of_verl_trains(tmp_path: Path, score: Path, capsys: pyt
     assert "still to set" not in said and yaml.safe_load(ours.read_text())["max_steps"] == 2
     cpu = "--use_cpu true --bf16 false --gradient_checkpointing false --report_to none --logging_steps 1"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "recipes/grpo.py"]
-    done = subprocess.run(
-        [*command, "--config", str(ours), *cpu.split()], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    done = run_command([*command, "--config", ours, *cpu.split()], seconds=500, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]

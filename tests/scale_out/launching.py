@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from processes import run_command
 from tiny_models import save_tiny_model, tiny_prompts
 from torch import Tensor
 
@@ -103,14 +103,7 @@ def launch(made: Path, folder: Path, strategy: str | None, *, timeout: float = 5
     plain = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     chosen = plain if strategy is None else ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{strategy}.yaml")]
     command = [sys.executable, "-m", "accelerate.commands.launch", *chosen, "--main_process_port", "0", str(LAUNCHED)]
-    done = subprocess.run(
-        [*command, "--config", str(config)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    done = run_command([*command, "--config", config], seconds=timeout, cwd=ROOT, env=environment())
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]

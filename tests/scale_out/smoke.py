@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from processes import run_command
 from scale_out.launching import ROOT, environment
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -33,14 +33,9 @@ def run_recipe(name: str, folder: Path, *, launch: tuple[str, ...], script: str 
     said = [json.dumps(value) if isinstance(value, dict) else str(value) for value in options.values()]
     flags = [part for key, value in zip(options, said, strict=True) for part in (f"--{key}", value)]
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--main_process_port", "0", script]
-    done = subprocess.run(
-        [*command, "--config", f"recipes/{name}/config.yaml", *flags],
-        cwd=ROOT,
-        env={**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    words = [*command, "--config", f"recipes/{name}/config.yaml", *flags]
+    done = run_command(words, seconds=500, cwd=ROOT, env={**environment(), "PYTHONPATH": path})
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout
 

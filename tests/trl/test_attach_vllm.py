@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("attach_run.py")
 
@@ -17,7 +17,7 @@ def attached(folder: Path, *options: str) -> list[dict[str, float]]:
     """The logged rows of a run of the script."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = run_command(command, seconds=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     rows: list[dict[str, float]] = json.loads(done.stdout.strip().splitlines()[-1])
     return rows

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import run_command
 
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.exact import prepare, wants_exact
@@ -73,7 +73,7 @@ def torch_as_before() -> Any:
 def test_the_first_generation_is_checked_and_run_json_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = run_command(command, seconds=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     exact = found["exact"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines.server.servers import Server
+from processes import run_command
 from tiny_models import save_tiny_model
 
 REAL = Path(__file__).parents[3] / ".cache/SmolLM2-135M-Instruct"
@@ -26,7 +26,7 @@ def probe(folder: Path, model: Path, *options: str, status: int = 0) -> dict[str
     words = [] if model == REAL else ["--prompts", str(prompts)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "trl_offpolicy", "probe", *common, *words, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    done = run_command(command, seconds=900, env=environment)
     assert done.returncode == status, done.stderr[-3000:]
     if status:
         return {"error": done.stderr.strip().splitlines()[-1]}

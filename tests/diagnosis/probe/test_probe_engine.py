@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any, get_args
 
 import pytest
+from processes import run_command
 from tiny_models import save_tiny_model
 
 from trl_offpolicy.diagnosis.attribution.evidence import Compared
@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 def run(folder: str, *words: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(SCRIPT), folder, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    done = run_command(command, seconds=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server
+from processes import run_command
 from tiny_models import save_tiny_model
 from triton_interpreter import interpreter_environment
 
@@ -36,9 +36,7 @@ def environment(source: str) -> dict[str, str]:
 
 
 def run(source: str, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment(source), timeout=900
-    )
+    done = run_command([sys.executable, *command], seconds=900, env=environment(source))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 SCRIPT = Path(__file__).with_name("sharded_run.py")
 
@@ -20,7 +20,7 @@ def test_replay_is_that_of_one_process(strategy: str) -> None:
         pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([*command, strategy], capture_output=True, text=True, timeout=500, env=environment)
+    done = run_command([*command, strategy], seconds=500, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(ranks) == 2

@@ -19,6 +19,7 @@ from engines.server.test_bare_server import bare_server
 from engines.test_interrupted import hears_ctrl_c, interrupted
 from engines.test_launch import alive
 from peft import LoraConfig, get_peft_model
+from processes import run_command
 from tiny_models import tiny_model
 
 from trl_offpolicy.engines import launch
@@ -214,7 +215,7 @@ def test_a_stock_server_gets_its_weights_back_and_its_leftovers_are_named(
             time.sleep(0.2)
         command = [sys.executable, "-m", "trl_offpolicy", "serve", "--model", str(model_folder())]
         command += ["--port", str(free_port())]
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        refused = run_command(command, seconds=300)
         assert refused.returncode == 2 and all(f"{one.pid} (VLLM::" in refused.stderr for one in left)
 
 

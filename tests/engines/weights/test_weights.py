@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from moe_models import KINDS, moe_model
 from peft import LoraConfig, get_peft_model
+from processes import run_command
 from safetensors.torch import load_file
 
 from trl_offpolicy.engines.weights.source import ModelWeights, plain_name
@@ -153,9 +153,7 @@ def test_plain_names(name, plain):
 def test_sharded_weights_are_gathered_and_merged_on_every_rank():
     script = Path(__file__).with_name("sharded_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = run_command(command, seconds=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(ranks) == 2

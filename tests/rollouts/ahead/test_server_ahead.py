@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server, long_context_server
+from processes import run_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -45,7 +45,7 @@ def run(server: Server, folder: Path, *flags: str, processes: int = 1, strategy:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     command = [*launcher, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    done = run_command(command, seconds=400, env=environment)
     assert done.returncode == 0, done.stderr[-9000:]
     return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"mismatch'))))
 
