@@ -76,6 +76,30 @@ def left_out_of_method(config: Mapping[str, Any]) -> str:
     return "".join(f", without {name}" for name in (*DENSE, "async_rollouts") if config.get(name))
 
 
+def given_config(argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Where on the command line the configuration's file stands, and its options; (0, {}) without ``--config``.
+
+    Args:
+        argv: the command line, without the program's name.
+
+    Raises:
+        SystemExit: no readable file of options stands there.
+    """
+    words = list(argv)
+    if "--config" not in words:
+        return 0, {}
+    place = words.index("--config") + 1
+    if place == len(words):
+        raise SystemExit("--config must be followed by a YAML file, but nothing comes after it.")
+    try:
+        options = yaml.safe_load(Path(words[place]).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SystemExit(f"--config must be a readable YAML file, but got {words[place]}: {error}") from None
+    if not isinstance(options, dict | None):
+        raise SystemExit(f"--config must be a YAML file of options (name: value), but {words[place]} is none.")
+    return place, options or {}
+
+
 def with_smoke(argv: Sequence[str]) -> list[str]:
     """The command line; for ``--smoke`` with a configuration in which the section ``smoke`` takes precedence.
 
@@ -88,8 +112,7 @@ def with_smoke(argv: Sequence[str]) -> list[str]:
         SystemExit: there is no configuration.
     """
     given = [word for word in argv if word != "--smoke"]
-    place = given.index("--config") + 1 if "--config" in given else 0
-    config = yaml.safe_load(Path(given[place]).read_text()) if place else {}
+    place, config = given_config(given)
     small = config.pop("smoke", None)
     if len(given) == len(argv):
         return given
@@ -120,17 +143,14 @@ def refuse_to_set(argv: Sequence[str], *, started_with: Sequence[str] | None = N
     Raises:
         SystemExit: a field is ``TO_SET``; names it, and what to write there.
     """
-    if "--config" not in argv:
-        return
-    path = argv[list(argv).index("--config") + 1]
+    _, config = given_config(argv)
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    config = yaml.safe_load(Path(path).read_text()) or {}
     replaced = {"dataset_name"} if "train_files" in {*config, *given} else set()
     left = [name for name, value in config.items() if TO_SET in (value if isinstance(value, list) else [value])]
     if left := [name for name in left if name not in given | replaced]:
         meant = "; ".join(NEEDED.get(name, name) for name in left)
         written = argv if started_with is None else started_with
-        path = written[list(written).index("--config") + 1]
+        path = written[given_config(written)[0]]
         raise SystemExit(f"{', '.join(left)} must be set in {path}, but is still {TO_SET} there. Write {meant}.")
 
 
@@ -142,10 +162,8 @@ def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str,
         argv: the command line (default: this program's).
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    options: dict[str, Any] = {}
-    if "--config" in given:
-        options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
-        options.pop("smoke", None)
+    _, options = given_config(given)
+    options.pop("smoke", None)
     for place, word in enumerate(given):
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         owner = next((one for one in parsed if hasattr(one, name)), None)

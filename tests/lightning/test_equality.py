@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
+from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl
 
 from trl_offpolicy.rollouts import perturbed_forward
 
@@ -78,11 +78,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
         {"gradient_accumulation_steps": 1, "offpolicy": {**IN_REWARD, "preset": "paper/ppo-is"}}, {}, {},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
-    return trl_side(make_args, fresh_model, tokenizer)
 
 
 @pytest.mark.parametrize("case", CASES)

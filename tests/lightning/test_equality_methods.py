@@ -18,7 +18,6 @@ from both_trainers import (
     keep_order,
     run_lightning,
     run_trl,
-    trl_side,
 )
 
 METHODS: dict[str, dict[str, Any]] = {  # settings with which each of them acts on rollouts of six tokens
@@ -51,11 +50,6 @@ AT_THE_SECOND_STEP = {"paper/fipo"}
 """Plain PPO at the first step on a batch."""
 LEAST = 1e-3
 """What a method changes at least, by the same distance; ten times the largest difference of the two trainers."""
-
-
-@pytest.fixture
-def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
-    return trl_side(make_args, fresh_model, tokenizer)
 
 
 @pytest.mark.integration

@@ -18,7 +18,6 @@ from both_trainers import (
     distance,
     run_lightning,
     run_trl,
-    trl_side,
 )
 from lightning_runs import OwnMismatch, Played, Watch, data, module, trainer
 from token_reward_runs import Judged
@@ -39,11 +38,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "a kept baseline": {"preset": "paper/tis", "correction": {"keep": [{"type": "ratio_band", "low": 0.7, "high": 1.6}],
                                                              "baseline": "kept"}},
 }  # fmt: skip
-
-
-@pytest.fixture
-def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
-    return trl_side(make_args, fresh_model, tokenizer)
 
 
 @pytest.mark.integration

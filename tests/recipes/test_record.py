@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.record import recipe_options
+from recipes.record import given_config, recipe_options
 
 
 @dataclass
@@ -41,3 +41,27 @@ def test_an_option_that_its_owner_turned_into_an_object_is_written_as_it_was_giv
 
     options = recipe_options(SimpleNamespace(accelerator_config=AcceleratorConfig()), argv=given)
     assert yaml.safe_load(yaml.safe_dump(options)) == {"accelerator_config": {"use_configured_state": True}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "a readable YAML file, but got .*config.yaml: .*No such file"),
+        ("a: [1", "a readable YAML file, but got .*config.yaml"),
+        ("- a\n- b\n", r"a YAML file of options \(name: value\), but .*config.yaml is none"),
+    ],
+)
+def test_a_configuration_that_is_none_is_told_in_a_sentence(text: str | None, said: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    if text is not None:
+        config.write_text(text)
+    with pytest.raises(SystemExit, match=f"(?s)--config must be {said}"):
+        given_config(["--config", str(config)])
+
+
+def test_config_without_a_file_and_a_file_without_options(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--config must be followed by a YAML file, but nothing comes after it"):
+        given_config(["--seed", "7", "--config"])
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert given_config(["--config", str(tmp_path / "empty.yaml")]) == (1, {})
+    assert given_config(["--seed", "7"]) == (0, {})
