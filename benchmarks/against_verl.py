@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from correction_cost import make_batch
+from correction_cost import clock_of, make_batch
 
 import trl_offpolicy as op
 
@@ -70,21 +69,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     args = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
         print("Skipped: this Python has no verl (see the docstring).")
         return
     torch.set_num_threads(1)
-    runs = candidates(make_batch(args.rows, args.length))
+    clock, runs = clock_of(args.device), candidates(make_batch(args.rows, args.length, args.device))
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.rounds + 5):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = clock()
             run()
             if turn >= 5:  # the first ones warm up
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     mine = statistics.median(seconds["trl-offpolicy, a step, compiled"])
-    print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
+    print(f"B={args.rows} T={args.length} torch {torch.__version__}, {args.device}, 1 thread, {args.rounds} rounds")
     for name, values in seconds.items():
         median = statistics.median(values)
         print(f"{median / mine:7.1f} x  {median * 1e3:8.2f} ms  {name}")

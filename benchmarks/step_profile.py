@@ -131,13 +131,11 @@ class Sampler:
     def __init__(self, folder: str, args: argparse.Namespace) -> None:
         from trl_offpolicy.engines.colocate import ColocateEngine
 
-        on_gpu = args.device != "cpu"
         self.engine = ColocateEngine(
             folder,
-            dtype="bfloat16" if on_gpu else "float32",
+            dtype="float32" if args.device == "cpu" else "bfloat16",
             max_model_len=args.prompt + args.completion + 1,
             max_num_seqs=args.rows * args.micro_batches,
-            **({"gpu_memory_utilization": 0.3} if on_gpu else {}),
         )
         self.clock = clock_of(args.device)
 

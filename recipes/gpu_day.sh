@@ -60,7 +60,7 @@ routing() { # R3 from the engine's own report
 }
 
 sampling() { # exact log-probs under top-p, top-k and min-p
-    $PYTHON tests/engines/truncated_run.py "$OUT/truncated" $([ -n "$REHEARSE" ] && echo --prompts 2 --length 8)
+    $PYTHON tests/engines/truncated_run.py "$OUT/truncated" --device $DEVICE $([ -n "$REHEARSE" ] && echo --prompts 2 --length 8)
 }
 
 nccl() { # the collective that weights travel by, at world size 1
@@ -80,7 +80,8 @@ cost() { # correction and diagnostics against the floor
     $PYTHON benchmarks/correction_cost.py --device $DEVICE $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2) || return
     $PYTHON benchmarks/correction_scaling.py --device $DEVICE \
         $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768) || return
-    "${VERL_PYTHON:-$PYTHON}" benchmarks/against_verl.py $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2)
+    "${VERL_PYTHON:-$PYTHON}" benchmarks/against_verl.py --device $DEVICE \
+        $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2)
 }
 
 time_of_step() { # against stock TRL

@@ -1,7 +1,7 @@
 """Sample with a real vLLM under top-p, top-k and min-p, score with and without the same cut; prints one JSON line.
 
     python tests/engines/truncated_run.py FOLDER [--model FOLDER] [--prompts 32] [--rounding int8] [--lora] [--url URL]
-                                            [--trl-6789]
+                                            [--trl-6789] [--device cuda]
 
 First two training steps through the configuration alone (``top_p: 0.8``); then, in the same engine, one generation for
 every cut at the weights of the last step. Ratios are exp(old - sampling), one a token; the error is that of the mean.
@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, model: Path, data: Dataset) -> OffPolicyG
     rounding = {"weight_rounding": options.rounding, "check_sync": False} if options.rounding else {}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
-        use_cpu=True,
+        use_cpu=options.device == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         report_to="none",
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounding", help="of the engine's weights: int8, int4, fp8")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--url")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and engine")
     parser.add_argument("--trl-6789", action="store_true", help="the cuts of TRL's issue 6789")
     options = parser.parse_args()
     data = tiny_prompts()

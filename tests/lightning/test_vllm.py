@@ -109,10 +109,17 @@ def test_a_sync_that_did_not_take_effect_stops_the_run(tmp_path: Path) -> None:
     assert "Stale weights" in seen["stopped"] and len(seen["mismatch"]) == 1
 
 
+@pytest.mark.vllm
+def test_the_executor_of_a_gpu_works_alone(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--launcher")
+    assert len(seen["mismatch"]) == 3 and max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_two_ranks_each_with_an_engine(tmp_path: Path) -> None:
-    seen = run(tmp_path, "--devices", "2")
+@pytest.mark.parametrize("options", [(), ("--launcher",)], ids=["", "launcher"])
+def test_two_ranks_each_with_an_engine(tmp_path: Path, options: tuple[str, ...]) -> None:
+    seen = run(tmp_path, "--devices", "2", *options)
     assert seen["ranks"] == 2 and len(seen["mismatch"]) == 3
     assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
 

@@ -1,6 +1,6 @@
 """Train a tiny model for three steps under Lightning with a real vLLM engine in this process; prints one JSON line.
 
-    python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8] [--tools]
+    python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8] [--tools] [--launcher]
     ... [--preset '"paper/qarl"']                                 # a preset, or its mapping as JSON
     ... [--server URL --model FOLDER --transfer T] [--devices 2]  # with a server in place of the engine here
 
@@ -27,6 +27,7 @@ from transformers import GenerationConfig
 
 from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
+from trl_offpolicy.engines.environment import EXTERNAL_LAUNCHER
 
 
 def agent_settings(model: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -53,6 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tools", action="store_true")
+    parser.add_argument("--launcher", action="store_true", help="vLLM's executor as on a GPU")
     parser.add_argument("--server")
     parser.add_argument("--model")
     parser.add_argument("--transfer", default="auto")
@@ -74,6 +76,7 @@ def main() -> None:
     engine |= {"exact": True} if options.exact else {}
     engine |= {"norm_noise": {"start": 0.3, "end": 0.1, "stages": 3}} if options.noise else {}
     engine |= {"speculative_config": DRAFTS} if options.drafts else {}
+    engine |= {"distributed_executor_backend": EXTERNAL_LAUNCHER} if options.launcher else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
         engine["transfer"] = options.transfer

@@ -210,6 +210,12 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--engine", default="vllm", help="vllm, hf, or the URL of a server (default: vllm)")
     parser.add_argument("--engine-dtype", choices=dtypes, help="default: float32; with --exact the trainer's")
     parser.add_argument("--trainer-dtype", choices=dtypes, default="float32", help="default: float32")
+    parser.add_argument(
+        "--trainer-device",
+        default="auto",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:N (default: the GPU if there is one)",
+    )
     parser.add_argument("--quantization", metavar="NAME", help="vLLM's quantization method")
     parser.add_argument(
         "--weight-rounding", metavar="TYPE", help="round the engine's weights: int8, int4, fp8, bf16, ..."
@@ -333,8 +339,8 @@ def _probe_options(args: argparse.Namespace) -> ProbeOptions:
     from trl_offpolicy.diagnosis.probe.sides import read_prompts
     from trl_offpolicy.engines.rounding import parse_rounding
 
-    names = ("model", "adapter", "engine", "engine_dtype", "trainer_dtype", "quantization", "weight_rounding",
-             "temperature", "top_p", "top_k", "min_p", "mirror", "samples", "max_tokens", "seed",
+    names = ("model", "adapter", "engine", "engine_dtype", "trainer_dtype", "trainer_device", "quantization",
+             "weight_rounding", "temperature", "top_p", "top_k", "min_p", "mirror", "samples", "max_tokens", "seed",
              "against", "exact")  # fmt: skip
     if args.weight_rounding is not None:
         parse_rounding(args.weight_rounding, where="--weight-rounding")

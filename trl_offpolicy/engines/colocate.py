@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_offpolicy.engines.cpu_bugs import cpu_reload, quiet_part
 from trl_offpolicy.engines.drafts import drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
-from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.environment import EXTERNAL_LAUNCHER, beside_policy, launched, prepare_environment
 from trl_offpolicy.engines.exact import Exact
 from trl_offpolicy.engines.images import PromptImages, image_token
 from trl_offpolicy.engines.interview import Interview, interview_llm
@@ -44,7 +44,11 @@ class ColocateEngine:
         truncated: whether it will sample from a part of the distribution. Rollouts then say which tokens it kept, where
             vLLM can report that (:attr:`no_mask` says why not).
         seed: seed of the engine (a seed per request stops vLLM's CPU engine).
-        **arguments: further arguments of ``vllm.LLM``.
+        **arguments: further arguments of ``vllm.LLM``. On a GPU, ``gpu_memory_utilization`` is 0.3 by default, because
+            the policy is on it as well.
+
+    Raises:
+        EngineError: vLLM has started its core in another process, where weights cannot be passed in memory.
     """
 
     version: int | None = None
@@ -77,9 +81,11 @@ class ColocateEngine:
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
-        whole = with_counters({"model": model, **own, **lora, **cpu_arguments(), **routing, **arguments})
-        with quiet_start():
+        whole = with_counters({"model": model, **own, **lora, **beside_policy(arguments), **routing, **arguments})
+        external = whole.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
+        with quiet_start(), launched() if external else nullcontext():
             llm, self.no_mask = built_with_mask(LLM, whole, truncated=truncated)
+        require_in_process(llm)
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
         self.drafts = drafts_in_process(self.llm, whole)
         """Counts the tokens of a speculative draft; None = there is none."""
@@ -208,6 +214,19 @@ def _check_prompts(answers: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) 
                 f"{len(answer.prompt_token_ids)} tokens, where the trainer has {len(ids)}. Give both the same options "
                 "of the image processor (engine.mm_processor_kwargs)."
             )
+
+
+def require_in_process(llm: Any) -> None:
+    """Check that an engine's core is in this process.
+
+    Raises:
+        EngineError: it is in another one.
+    """
+    if not hasattr(llm.llm_engine, "model_executor"):
+        raise EngineError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING must be 0 for an engine in this process, but vLLM has started its core in "
+            "another one, where weights cannot be passed in memory. Unset it, or set it to 0."
+        )
 
 
 def held_dtype(llm: Any) -> torch.dtype | None:

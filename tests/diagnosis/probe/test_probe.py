@@ -197,6 +197,10 @@ def test_measure_agrees_with_the_definition() -> None:
 def test_options_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="trainer_dtype must be float32, bfloat16 or float16, but got 'int8'"):
         ProbeOptions(model="m", trainer_dtype="int8")
+    with pytest.raises(ValueError, match="trainer_device must be auto, cpu, cuda or cuda:N, but got 'gpu'"):
+        ProbeOptions(model="m", trainer_device="gpu")
+    with pytest.raises(ValueError, match="trainer_device must be a device of this machine, but got 'cuda:99'"):
+        ProbeOptions(model="m", trainer_device="cuda:99")
     with pytest.raises(ValueError, match="weight_rounding must be left out with a server"):
         ProbeOptions(model="m", engine="http://127.0.0.1:8000", weight_rounding="int8")
 

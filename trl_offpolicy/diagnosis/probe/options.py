@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from trl_offpolicy.diagnosis.probe.setting import parse_setting
 from trl_offpolicy.engines.exact import check_exact
@@ -24,6 +27,8 @@ class ProbeOptions:
         engine: "vllm" (in this process), "hf", or the URL of a vLLM server.
         engine_dtype: data type in which the engine computes.
         trainer_dtype: data type in which the trainer computes.
+        trainer_device: device on which the trainer's model computes: "auto" (the GPU if there is one), "cpu", "cuda",
+            "cuda:1". Another device than the engine's is a source of mismatch of its own.
         quantization: vLLM's option of that name.
         weight_rounding: type to which the engine's linear weights are rounded in simulation: "int8", "fp8", ...
         temperature: temperature of the engine.
@@ -52,6 +57,7 @@ class ProbeOptions:
     engine: str = "vllm"
     engine_dtype: str = "float32"
     trainer_dtype: str = "float32"
+    trainer_device: str = "auto"
     quantization: str | None = None
     weight_rounding: str | None = None
     temperature: float = 1.0
@@ -78,6 +84,7 @@ class ProbeOptions:
         for name in ("engine_dtype", "trainer_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name} must be float32, bfloat16 or float16, but got {getattr(self, name)!r}.")
+        self._check_device()
         if self.engine not in ("vllm", "hf") and not self.engine.startswith(("http://", "https://")):
             raise ValueError(f"engine must be vllm, hf or the URL of a server, but got {self.engine!r}.")
         if self.engine != "vllm" and self.quantization is not None:
@@ -90,6 +97,14 @@ class ProbeOptions:
             raise ValueError(f"engine_arguments must be left out with engine {self.engine}, but got {names}.")
         self._check_against()
         self._check_exact()
+
+    def _check_device(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.trainer_device):
+            raise ValueError(f"trainer_device must be auto, cpu, cuda or cuda:N, but got {self.trainer_device!r}.")
+        index, known = int(self.trainer_device.partition(":")[2] or 0), torch.cuda.device_count()
+        if self.trainer_device.startswith("cuda") and index >= known:
+            raise ValueError(f"trainer_device must be a device of this machine, but got {self.trainer_device!r}: "
+                             f"torch sees {known} GPUs.")  # fmt: skip
 
     def _check_exact(self) -> None:
         if not self.exact:
@@ -125,6 +140,13 @@ class ProbeOptions:
                 "which two settings are compared on the same tokens, are those of the whole distribution at "
                 "temperature 1."
             )
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the trainer's model computes."""
+        if self.trainer_device != "auto":
+            return torch.device(self.trainer_device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def engine_head(self) -> Head:

@@ -358,7 +358,7 @@ def _short_hash(text: str | None) -> str:
 
 
 def open_sides(options: ProbeOptions) -> Sides:
-    """Load the trainer's model and tokenizer. The engine starts when it samples.
+    """Load the trainer's model, onto its device, and tokenizer. The engine starts when it samples.
 
     Raises:
         OSError: there is no such model.
@@ -373,4 +373,4 @@ def open_sides(options: ProbeOptions) -> Sides:
         model = PeftModel.from_pretrained(model, options.adapter)
     if options.exact:
         exact_trainer(model)
-    return Sides(options, model.eval(), tokenizer)
+    return Sides(options, model.to(options.device).eval(), tokenizer)
