@@ -393,6 +393,12 @@ def test_verls_schedule_moves_once_a_generation(tmp_path: Path, optim: str, fiel
     assert ("times 4 optimizer steps a generation" in " ".join(lists)) == ("warmup_steps: " in optim)
 
 
+def test_verls_asynchronous_trainer_moves_the_schedule_more_often(tmp_path: Path) -> None:
+    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
+    printed, _ = migrated(write(tmp_path, ACTOR % "lr_warmup_steps: 10" + SIZES), mode)
+    assert yaml.safe_load(printed)["warmup_steps"] == 20  # 4 optimizer steps a generation, in 2 parts
+
+
 def test_steps_are_not_multiplied_by_sizes_that_are_not_carried(tmp_path: Path) -> None:
     text = "actor_rollout_ref: {actor: {clip_ratio: 0.2}}\ndata: {shuffle: true}\ntrainer: {save_freq: 10}\n"
     printed, lists = migrated(write(tmp_path, text))
@@ -495,8 +501,10 @@ def test_prime_rls_linear_schedule_is_transformers_warmup_stable_decay() -> None
 )
 def test_a_stock_trl_file_without_vllm_corrects_nothing(tmp_path: Path, text: str, corrects: bool) -> None:
     path = write(tmp_path, f"model_name_or_path: a/b\nbeta: 0.1\nlearning_rate: 1e-6\n{text}")
-    printed = yaml.safe_load(migrated(path)[0])
+    text, lists = migrated(path)
+    printed = yaml.safe_load(text)
     method = printed["offpolicy"]
+    assert any("use_vllm" in line and "correction.weight" in line for line in lists) is False
     assert printed.get("use_vllm", False) is corrects
     assert ("correction" in method if isinstance(method, dict) else False) is corrects
     found = presets.from_mapping({"framework": "trl", "file": str(path)}, where="offpolicy").correction
