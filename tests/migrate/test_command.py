@@ -507,5 +507,6 @@ def test_a_stock_trl_file_without_vllm_corrects_nothing(tmp_path: Path, text: st
     assert any("use_vllm" in line and "correction.weight" in line for line in lists) is False
     assert printed.get("use_vllm", False) is corrects
     assert ("correction" in method if isinstance(method, dict) else False) is corrects
-    found = presets.from_mapping({"framework": "trl", "file": str(path)}, where="offpolicy").correction
-    assert (found is not None and bool(found.weights)) is corrects
+    in_place = presets.from_mapping({"framework": "trl", "file": str(path)}, where="offpolicy").correction
+    # a file that does not speak of vLLM is a part of a configuration that does
+    assert (in_place is not None and bool(in_place.weights)) is (corrects or "use_vllm" not in path.read_text())
