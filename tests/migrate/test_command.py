@@ -369,3 +369,144 @@ def test_files_of_other_columns_and_a_reward_without_a_path_are_left(tmp_path: P
     assert "data.prompt_key name other columns than recipes/grpo.py reads" in text
     assert "no path: verl chooses by data_source" in text
     assert "verl's own functions are verl.utils.reward_score:default_compute_score, where verl is installed" in text
+
+
+ACTOR = "actor_rollout_ref: {actor: {ppo_mini_batch_size: 32, optim: {%s}}, rollout: {n: 8}}\n"
+SIZES = "data: {train_batch_size: 128}\ntrainer: {nnodes: 1, n_gpus_per_node: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("optim", "fields"),
+    [
+        ("lr_warmup_steps: 10", {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 40}),
+        ("lr_warmup_steps_ratio: 0.1", {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}),
+        ("lr_scheduler_type: cosine", {"lr_scheduler_type": "cosine"}),
+        ("lr_scheduler_type: cosine, min_lr_ratio: 0.1",
+         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
+    ],
+)  # fmt: skip
+def test_verls_schedule_moves_once_a_generation(tmp_path: Path, optim: str, fields: dict[str, Any]) -> None:
+    printed, lists = migrated(write(tmp_path, ACTOR % optim + SIZES))
+    found = yaml.safe_load(printed)
+    names = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+    assert {name: found[name] for name in names if name in found} == fields
+    assert ("times 4 optimizer steps a generation" in " ".join(lists)) == ("warmup_steps: " in optim)
+
+
+def test_verls_asynchronous_trainer_moves_the_schedule_more_often(tmp_path: Path) -> None:
+    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
+    printed, _ = migrated(write(tmp_path, ACTOR % "lr_warmup_steps: 10" + SIZES), mode)
+    assert yaml.safe_load(printed)["warmup_steps"] == 20  # 4 optimizer steps a generation, in 2 parts
+
+
+def test_steps_are_not_multiplied_by_sizes_that_are_not_carried(tmp_path: Path) -> None:
+    text = "actor_rollout_ref: {actor: {clip_ratio: 0.2}}\ndata: {shuffle: true}\ntrainer: {save_freq: 10}\n"
+    printed, lists = migrated(write(tmp_path, text))
+    fields = yaml.safe_load(printed)
+    assert fields["save_steps"] == 10 and "steps_per_generation" not in fields
+    assert any("trainer.save_freq -> save_steps: 10 (generations there" in line for line in lists)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text"),
+    [
+        ("prime-rl", "a.toml", "[orchestrator]\ngroup_size = 8\n%s"),
+        ("openrlhf", "a.sh", "python3 -m openrlhf.cli.train_ppo_ray --rollout.n_samples_per_prompt 8 %s"),
+        ("slime", "a.sh", "python3 train.py --n-samples-per-prompt 8 --use-tis %s"),
+    ],
+)
+def test_a_length_that_is_not_given_is_told(tmp_path: Path, framework: str, name: str, text: str) -> None:
+    given = {
+        "prime-rl": "[orchestrator.train.sampling]\nmax_completion_tokens = 99\n",
+        "openrlhf": "--rollout.max_new_tokens 99",
+        "slime": "--rollout-max-response-len 99",
+    }
+    printed, lists = migrated(write(tmp_path, text % "", name), name=framework)
+    assert "max_completion_length" not in yaml.safe_load(printed)
+    assert any("(its default): responses may fill the context there" in line for line in lists)
+    printed, lists = migrated(write(tmp_path, text % given[framework], name), name=framework)
+    assert yaml.safe_load(printed)["max_completion_length"] == 99
+    assert not any("responses may fill the context" in line for line in lists)
+
+
+PRIME_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "adapter", "default"),
+    [
+        ("verl", "a.yaml", "actor_rollout_ref: {model: {lora_rank: 32}}", (32, 16, "all-linear"), "lora_alpha,"),
+        ("verl", "a.yaml", "actor_rollout_ref: {model: {lora_rank: 32, lora_alpha: 8, target_modules: [q_proj]}}",
+         (32, 8, ["q_proj"]), ""),
+        ("skyrl", "a.yaml", "trainer: {policy: {model: {lora: {rank: 8}}}}", (8, 16, "all-linear"), "lora.alpha,"),
+        ("openrlhf", "a.sh", "python3 -m openrlhf.cli.train_ppo_ray --ds.lora.rank 4", (4, 16, "all-linear"),
+         "ds.lora.alpha,"),
+        ("prime-rl", "a.toml", "[trainer.model.lora]\nrank = 8\n", (8, 32, PRIME_MODULES), "lora.alpha,"),
+        ("prime-rl", "a.toml", "[trainer.model.lora]\nalpha = 64\n", (16, 64, PRIME_MODULES), "lora.rank,"),
+        ("prime-rl", "a.toml", "[trainer.model.lora]\n", (16, 32, PRIME_MODULES), "lora.rank,"),
+    ],
+)  # fmt: skip
+def test_an_adapter_keeps_the_frameworks_defaults(
+    tmp_path: Path, framework: str, name: str, text: str, adapter: tuple[Any, ...], default: str
+) -> None:
+    printed, lists = migrated(write(tmp_path, text, name), name=framework)
+    fields = yaml.safe_load(printed)
+    names = ("lora_r", "lora_alpha", "lora_target_modules")
+    assert fields["use_peft"] is True and tuple(fields[name] for name in names) == adapter
+    said = " ".join(line for line in lists if "use_peft" in line)
+    assert (f"{default}" in said and "the default" in said) if default else "the default" not in said
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "fields"),
+    [
+        ("type = 'constant'", {"lr_scheduler_type": "constant"}),
+        ("type = 'linear'\ndecay_steps = 20\nmin_lr = 1e-6",
+         {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 10,
+          "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1}}),
+        ("type = 'linear'\nwarmup_steps = 5\ndecay_steps = 0",
+         {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}),
+        ("type = 'cosine'", {"lr_scheduler_type": "cosine", "warmup_steps": 10}),
+        ("type = 'cosine'\nwarmup_steps = 0\nmin_lr = 1e-7",
+         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}}),
+    ],
+)  # fmt: skip
+def test_prime_rls_schedules_are_carried(tmp_path: Path, scheduler: str, fields: dict[str, Any]) -> None:
+    text = f"max_steps = 100\n[trainer.optim]\nlr = 1e-5\n[trainer.scheduler]\n{scheduler}\n"
+    found = yaml.safe_load(migrated(write(tmp_path, text, "a.toml"))[0])
+    names = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+    assert {name: found[name] for name in names if name in found} == fields
+
+
+def test_prime_rls_linear_schedule_is_transformers_warmup_stable_decay() -> None:
+    """Factors of the rate, step by step, by prime-rl's rule: up in 3 steps, 1, then down over the last 4."""
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    kwargs = {"num_decay_steps": 4, "decay_type": "linear", "min_lr_ratio": 0.0}
+    schedule = get_scheduler("warmup_stable_decay", optimizer, 3, 10, kwargs)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    # prime-rl's last four are 1, 2/3, 1/3, 0: its least rate comes one step before the end
+    assert rates == pytest.approx([0, 1 / 3, 2 / 3, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("text", "corrects"),
+    [("", False), ("use_vllm: false\n", False), ("use_vllm: true\n", True)],
+)
+def test_a_stock_trl_file_without_vllm_corrects_nothing(tmp_path: Path, text: str, corrects: bool) -> None:
+    path = write(tmp_path, f"model_name_or_path: a/b\nbeta: 0.1\nlearning_rate: 1e-6\n{text}")
+    text, lists = migrated(path)
+    printed = yaml.safe_load(text)
+    method = printed["offpolicy"]
+    assert any("use_vllm" in line and "correction.weight" in line for line in lists) is False
+    assert printed.get("use_vllm", False) is corrects
+    assert ("correction" in method if isinstance(method, dict) else False) is corrects
+    in_place = presets.from_mapping({"framework": "trl", "file": str(path)}, where="offpolicy").correction
+    # a file that does not speak of vLLM is a part of a configuration that does
+    assert (in_place is not None and bool(in_place.weights)) is (corrects or "use_vllm" not in path.read_text())

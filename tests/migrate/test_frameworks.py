@@ -313,7 +313,7 @@ CASES = {
         {"rollout_is": "token", **RS, "adv_estimator": "grpo", "clip_ratio_high": 0.28, "use_kl_loss": True,
          "kl_loss_coef": 0.002},
         {"model_name_or_path": "Qwen/Qwen2.5-7B", "learning_rate": 1e-6, "lr_scheduler_type": "constant_with_warmup",
-         "warmup_steps": 10, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 0.5, "num_generations": 8,
+         "warmup_steps": 40, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 0.5, "num_generations": 8,
          "per_device_train_batch_size": 4, "gradient_accumulation_steps": 16, "steps_per_generation": 64,
          "max_completion_length": 2048, "vllm_max_model_length": 2560, "temperature": 0.9, "top_p": 0.95, "top_k": 0,
          "use_vllm": True, "use_peft": True, "lora_r": 32, "num_train_epochs": 3, "save_steps": 40},
@@ -343,7 +343,7 @@ CASES = {
         "slime", "run-qwen3-4B.sh", SLIME_SH, {"tis_mode": "clip", "tis_lower_bound": 0.5, "tis_upper_bound": 3.0},
         {"model_name_or_path": "/root/Qwen3-4B", "epsilon_high": 0.28, "max_steps": 300, "save_steps": 20,
          "num_generations": 8, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 32,
-         "temperature": 0.8, "vllm_tensor_parallel_size": 2, "lr_scheduler_type": "constant"},
+         "temperature": 0.8, "vllm_tensor_parallel_size": 2, "lr_scheduler_type": "constant", "weight_decay": 0.01},
         unknown=("--a-new-flag",),
     ),
     "slime mis.yaml": Case(
@@ -415,7 +415,8 @@ CASES = {
     "ms-swift yaml": Case(
         "ms-swift", "rlhf.yaml", SWIFT_YAML,
         {"rollout_importance_sampling_mode": "token_truncate", "off_policy_sequence_mask_delta": 0.1, "beta": 0},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "use_peft": True, "lora_r": 16, "lora_alpha": 32},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "use_peft": True, "lora_r": 16, "lora_alpha": 32,
+         "lora_target_modules": ["all-linear"], "top_p": 0.9, "top_k": 50},
     ),
     "trl yaml": Case(
         "trl", "grpo.yaml", TRL_YAML,

@@ -164,6 +164,47 @@ def test_defaults_of_a_file_beside_it_are_read(tmp_path: Path) -> None:
     assert "'elsewhere', which is not beside this file" in settings.notes[0]
 
 
+def test_hydras_groups_are_read_at_their_place(tmp_path: Path) -> None:
+    """``group@place: name``, a name that holds another choice, a group's own parents, and ``_self_`` last."""
+    files = {
+        "main.yaml": "defaults:\n- engine: dp\n- actor@model.actor: ${engine}_actor\n- data: plain\n- optional no: no\n"
+        "- absent@here: name\n- _self_\nmodel: {actor: {clip: 0.3}}\n",
+        "engine/dp.yaml": "# @package _global_\nengine_of: dp\n",
+        "engine/big.yaml": "# @package _global_\nengine_of: big\n",
+        "actor/dp_actor.yaml": "defaults:\n- ../optim@optim: adam\n- base\n- _self_\ngrad: 1\n",
+        "actor/big_actor.yaml": "grad: 5\nclip: 0.9\n",
+        "actor/base.yaml": "grad: 9\nclip: 0.2\nlevel: token\n",
+        "optim/adam.yaml": "lr: 1e-6\n",
+        "data/plain.yaml": "n: 2\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    settings = read_settings(tmp_path / "main.yaml")
+    assert settings.values == {
+        "engine_of": "dp", "model.actor.optim.lr": 1e-6, "model.actor.grad": 1, "model.actor.level": "token",
+        "data.n": 2, "model.actor.clip": 0.3,
+    }  # fmt: skip
+    assert len(settings.notes) == 1 and "'absent@here: name', which is not beside this file" in settings.notes[0]
+    chosen = read_settings(tmp_path / "main.yaml", ["engine=big"]).values
+    assert chosen["model.actor.grad"] == 5 and chosen["engine_of"] == "big" and "model.actor.level" not in chosen
+
+
+def test_words_without_a_dot_are_overrides_or_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("a: {b: 1}\n")
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python -m x.main --config grpo.yaml experiment_name=x trial_name=y a.c=2 --n 1 --k v=w stray=1 -q\n"
+    )
+    settings = read_settings(path)
+    assert settings.values == {
+        "a.b": 1, "a.c": 2, "n": 1, "k": "v=w", "experiment_name": "x", "trial_name": "y", "stray": 1
+    }  # fmt: skip
+    assert settings.notes == ("-q is neither --name value nor name=value: it is not read",)
+    path.write_text("python -m x.main model=big a.path=score.py a.b=1\n")
+    assert read_settings(path).values == {"model": "big", "a.path": "score.py", "a.b": 1}
+
+
 def test_a_script_reads_the_file_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "config.yaml").write_text("a: {b: 1, c: 2}\n")

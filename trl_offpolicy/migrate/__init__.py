@@ -83,6 +83,8 @@ def _knows_one(migration: Migration) -> bool:
 def correction_of(path: str | Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options of ``presets.from_<name>``, the weight and keep terms of older options beside them) of a file.
 
+    TRL's ``use_vllm``, which switches its correction, counts where the file gives it: else the trainer's own decides.
+
     Raises:
         ValueError: the file cannot be read, or a setting of a section of the correction is unknown.
     """
@@ -96,4 +98,7 @@ def correction_of(path: str | Path, name: str) -> tuple[dict[str, Any], dict[str
                 if meant or key.rpartition(".")[0] in sections:
                     raise ValueError(f"{migration.settings.shown(key)} of {str(path)!r} is {one.why}.")
     terms = method_fields(migration.found).get("correction", {})
-    return dict(migration.options), {key: terms[key] for key in ("weight", "keep") if key in terms}
+    options = {
+        key: value for key, value in migration.options.items() if key != "use_vllm" or key in migration.settings.values
+    }
+    return options, {key: terms[key] for key in ("weight", "keep") if key in terms}

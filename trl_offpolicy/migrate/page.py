@@ -154,8 +154,10 @@ def lists(
         elif one.older or not _only_options(one):
             renamed.append(_renamed_line(one, ", ".join(shown(key) for key in one.keys)))
     places: dict[str, list[str]] = {}
+    told = _told(migration)
     for key, to in options_to.items():
-        places.setdefault(to, []).append(shown(key))
+        if key not in told:
+            places.setdefault(to, []).append(shown(key))
     options = [f"{', '.join(keys)} -> {to}" for to, keys in places.items()]
     not_carried = [f"{', '.join(keys)}: {why}" for why, keys in left.items()]
     parts = {
@@ -184,6 +186,13 @@ def _left_names(one: Left, shown: Callable[[str], str]) -> list[str]:
     if len(one.keys) > 3 and "*" in one.pattern:
         return [f"{one.pattern} ({len(one.keys)} settings)"]
     return [shown(key) for key in one.keys]
+
+
+def _told(migration: Migration) -> set[str]:
+    """The settings of options that have a line of their own, because a field follows from them as well."""
+    carried = [one for one in migration.found if isinstance(one, Carried) and not _only_options(one)]
+    options = {path.removeprefix("option.") for one in carried for path in one.fields if path.startswith("option.")}
+    return {key for option, key in migration.option_keys.items() if option in options}
 
 
 def _only_options(one: Carried) -> bool:

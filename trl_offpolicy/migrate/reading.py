@@ -23,6 +23,8 @@ from trl_offpolicy.migrate.shell import MACHINE, read_script
 _CONFIG_FLAGS = ("config", "config_path", "config_file", "custom_config_path")
 """Flags of launch scripts that name a file with further settings."""
 _NUMBER = re.compile(r"-(\d|\.\d)")
+_OVERRIDE = re.compile(r"(\+\+|\+|~)?[\w/]+(@[\w.]+)?(\.[\w/]+)+=|~.*\.|(\+\+|\+|~)?[\w/]+@[\w.]+=")
+_NAMED = re.compile(r"(\+\+|\+|~)?[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         ValueError: there is no such file, it cannot be read, or an override is none.
     """
-    raw = _read(path)
+    chosen = _chosen(overrides)
+    raw = _read(path, chosen=chosen)
     if len(set(raw.spelled.values())) and all("-" not in name[2:] for name in raw.spelled.values()):
         flags = False
     else:
@@ -81,7 +84,8 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     flat = resolve(apply_overrides(raw.flat, overrides))
     known = {key: value for key, value in flat.items() if not _is_unresolved(value)}
     unknown = {key: _why_unknown(value) for key, value in flat.items() if _is_unresolved(value)}
-    bare = resolve(apply_overrides(_read(path, {}).flat, overrides))  # as it is read on a machine without variables
+    # as it is read on a machine without variables
+    bare = resolve(apply_overrides(_read(path, {}, chosen).flat, overrides))
     filled = {key: names for key in known if (names := _variables(bare.get(key)))}
     return Settings(known, unknown, raw.spelled, raw.entry, raw.notes, path.suffix == ".toml", filled)
 
@@ -92,18 +96,24 @@ def _variables(value: Any) -> str:
     return " and ".join(f"${name}" for name in MACHINE if f"${{{name}}}" in text)
 
 
-def _read(path: Path, environment: Mapping[str, str] | None = None) -> _Raw:
+def _chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides that may choose a group of ``defaults``: ``model_engine=megatron``, ``actor@place=name``."""
+    pairs = [text.lstrip("+").partition("=") for text in overrides if not isinstance(text, Unresolved)]
+    return {key: value for key, equals, value in pairs if equals and ("." not in key or "@" in key)}
+
+
+def _read(path: Path, environment: Mapping[str, str] | None = None, chosen: Mapping[str, str] | None = None) -> _Raw:
     text = read_file(path)
     if path.suffix == ".toml":
         return _Raw(_read_toml(text, path))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
-        return _read_launcher(text, path, environment)
+        return _read_launcher(text, path, environment, chosen or {})
     nested = read_yaml(text, str(path))
     if nested is None:
         raise ValueError(f"file must hold a mapping of options, but {str(path)!r} is empty.")
     if not isinstance(nested, Mapping):
         raise ValueError(f"file must hold a mapping of options, but got {str(path)!r} with a {type(nested).__name__}.")
-    return _with_parents(flatten(nested), path, seen=(path,))
+    return _with_parents(flatten(nested), path, (path,), chosen or {})
 
 
 def _read_toml(text: str, path: Path) -> Flat:
@@ -115,22 +125,63 @@ def _read_toml(text: str, path: Path) -> Flat:
         raise ValueError(f"file must be TOML, but got {str(path)!r} that cannot be read: {error}.") from None
 
 
-def _with_parents(flat: Flat, path: Path, seen: tuple[Path, ...]) -> _Raw:
-    """The settings over those of the file that ``defaults`` names (NeMo-RL: one path; hydra: a list of names)."""
+def _with_parents(flat: Flat, path: Path, seen: tuple[Path, ...], chosen: Mapping[str, str]) -> _Raw:
+    """The settings over those that ``defaults`` names (NeMo-RL: one path; hydra: names, ``group@place: name``).
+
+    Args:
+        flat: the file's own settings.
+        path: of the file.
+        seen: files that are being read; the first one's folder is where an absolute ``/group`` is looked for.
+        chosen: groups that were chosen by an override (``model_engine=megatron``).
+    """
     named = flat.pop("defaults", None)
+    own = {group: name for one in named or [] if isinstance(one, Mapping) for group, name in one.items()}
+    choices = {**own, **chosen}
     base: Flat = {}
     notes: list[str] = []
-    for one in named if isinstance(named, list) else [named]:
-        if not isinstance(one, str) or one == "_self_":
+    entries = named if isinstance(named, list) else [named]
+    for one in [*entries, *([] if "_self_" in entries else ["_self_"])]:
+        if one == "_self_":
+            base = _merged(base, flat)
             continue
-        parent = path.parent / (one if one.endswith((".yaml", ".yml")) else f"{one}.yaml")
-        if not parent.is_file() or parent in seen:
-            notes.append(f"defaults names {one!r}, which is not beside this file: what it sets is missing here")
-            continue
-        nested = read_yaml(read_file(parent), str(parent))
-        read = _with_parents(flatten(nested if isinstance(nested, Mapping) else {}), parent, (*seen, parent))
-        base, notes = _merged(base, read.flat), [*notes, *read.notes]
-    return _Raw(_merged(base, flat), notes=tuple(notes))
+        for group, name in _entries(one, choices):
+            read = _default_of(group, name, path, seen, choices)
+            base, notes = _merged(base, read.flat), [*notes, *read.notes]
+    return _Raw(base, notes=tuple(notes))
+
+
+def _entries(entry: Any, choices: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(the group with its place, the name of a file) of an entry of ``defaults``; null names none."""
+    found: list[tuple[str, str]] = []
+    for group, given in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+        names = choices.get(group, given)
+        for name in names if isinstance(names, list) else [names]:
+            if name is not None:
+                filled = re.sub(r"\$\{([\w@/.]+)\}", lambda match: str(choices.get(match[1], match[0])), str(name))
+                found.append((str(group), filled))
+    return found
+
+
+def _default_of(group: str, name: str, path: Path, seen: tuple[Path, ...], choices: Mapping[str, Any]) -> _Raw:
+    """The settings of one entry, at their place (``actor@model.actor``), or a note that they are missing."""
+    *words, group = group.split(" ")  # optional actor@place
+    folder, at, place = group.partition("@")
+    start = seen[0].parent if folder.startswith("/") else path.parent
+    parent = start / folder.lstrip("/") / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    if not parent.is_file() or parent.resolve() in {one.resolve() for one in seen}:
+        said = f"{group}: {name}" if group else name
+        note = f"defaults names {said!r}, which is not beside this file: what it sets is missing here"
+        return _Raw({}, notes=() if "optional" in words else (note,))
+    text = read_file(parent)
+    nested = read_yaml(text, str(parent))
+    flat = flatten(nested if isinstance(nested, Mapping) else {})
+    read = _with_parents(flat, parent, (*seen, parent), choices)
+    if not at:  # the group's own path, unless the file says where it belongs
+        place = ".".join(part for part in folder.split("/") if part not in ("", ".."))
+        header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+        place = header[1] if header else place
+    prefix = "" if place in ("", "_global_") else f"{place}."
+    return _Raw({f"{prefix}{key}": value for key, value in read.flat.items()}, notes=read.notes)
 
 
 def _merged(base: Flat, over: Flat) -> Flat:
@@ -139,11 +190,16 @@ def _merged(base: Flat, over: Flat) -> Flat:
     return {name: value for name, value in base.items() if name not in covered} | over
 
 
-def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None) -> _Raw:
+def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None, chosen: Mapping[str, str]) -> _Raw:
     """The flags and overrides of a launch script, over the file that it names with --config."""
     script = read_script(text, environment)
-    flat, spelled, overrides, rest = _arguments(script.words)
-    notes = [f"{word} is not set in the script: what it holds is missing here" for word in rest]
+    flat, spelled, overrides, rest = _arguments(script.words, program=bool(script.entry))
+    notes = [
+        f"{word} is not set in the script: what it holds is missing here"
+        if isinstance(word, Unresolved)
+        else f"{word} is neither --name value nor name=value: it is not read"
+        for word in rest
+    ]
     if script.branches:
         names = ", ".join(script.branches)
         notes.append(f"if, case, && or || may set these otherwise: {names}; the value outside of them is taken")
@@ -160,7 +216,7 @@ def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None)
             notes.append(f"{spelled[name]} names {flat[name]!r}, which was not found: what it sets is missing here")
             continue
         del flat[name]
-        read = _read(found, environment)
+        read = _read(found, environment, {**_chosen(overrides), **chosen})
         base, notes = _merged(base, read.flat), [*notes, *read.notes]
         spelled = {key: name for key, name in spelled.items() if key in flat}
     merged = apply_overrides(_merged(base, flat), overrides)
@@ -173,8 +229,15 @@ def _found(name: str, script: Path) -> Path | None:
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def _arguments(words: Sequence[str]) -> tuple[Flat, dict[str, str], list[str], list[str]]:
-    """(flags, how they are spelled, overrides a.b=c, words that are neither)."""
+def _arguments(words: Sequence[str], *, program: bool) -> tuple[Flat, dict[str, str], list[str], list[str]]:
+    """(flags, how they are spelled, overrides a.b=c or name=c, words that are neither).
+
+    A word without a dot directly after a flag is the flag's value, even if it holds an equals sign.
+
+    Args:
+        words: of the command.
+        program: True if they begin after the program; else the words before the first option are its name.
+    """
     flags: dict[str, list[str]] = {}
     spelled: dict[str, str] = {}
     overrides: list[str] = []
@@ -189,11 +252,14 @@ def _arguments(words: Sequence[str]) -> tuple[Flat, dict[str, str], list[str], l
             name = "" if equals else name
         elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):  # an array: flags, not the value of one
             rest.append(word)
-        elif re.match(r"(\+\+|\+|~)?[\w/]+(\.[\w/]+)+=", word) or (word.startswith("~") and "." in word):
+        elif _OVERRIDE.match(word) or (_NAMED.match(word) and (not name or flags[name])):
             overrides.append(word)
             name = ""
         elif name and (not word.startswith("-") or _NUMBER.match(word)):
             flags[name] = [*flags[name], word]
+            name = "" if name in (*_CONFIG_FLAGS, "config_name") else name  # one file
+        elif program or flags or overrides:
+            rest.append(word)
     return {key: _flag_value(value) for key, value in flags.items()}, spelled, overrides, rest
 
 

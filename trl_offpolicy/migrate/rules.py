@@ -113,6 +113,7 @@ class Framework:
         defaults: the framework's defaults that the functions read.
         renamed: older names of settings, which are read as the newer ones.
         prefixes: sections that users give alone, with their place in the whole configuration.
+        empty: sections that act even if they are empty.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Framework:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    empty: tuple[str, ...] = ()
 
     def recognises(self, settings: Settings) -> bool:
         """True if the file has the marks of this framework."""
@@ -212,7 +214,7 @@ def _left(framework: Framework, keys: Iterable[str]) -> list[Found]:
 
 
 def _newer_names(framework: Framework, settings: Settings) -> Settings:
-    """The settings under their newer names and in their sections; empty sections are left out.
+    """The settings under their newer names and in their sections; empty sections that mean nothing are left out.
 
     Raises:
         ValueError: an older and the newer name of a setting have different values.
@@ -231,7 +233,7 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
             if newer != key:
                 older = f" (now {newer})" if key in framework.renamed else ""
                 spelled[newer] = f"{settings.shown(key)}{older}"
-            if value != {}:
+            if value != {} or newer in framework.empty:
                 values[newer] = value
         return values
 

@@ -139,15 +139,25 @@ def clip(source: Source, low: str, high: str, dual: str | None = None) -> Iterab
     yield Carried(keys, fields, "TRL's delta is the dual clip" if cap is not None else "")
 
 
-def scheduler(source: Source, kind: str, steps: str | None = None, share: str | None = None) -> Iterable[Found]:
-    """``lr_scheduler_type`` and ``warmup_steps``; a share of all steps is a warmup below 1 in transformers."""
+def scheduler(
+    source: Source, kind: str, steps: str | None = None, share: str | None = None, per_step: Steps | None = None
+) -> Iterable[Found]:
+    """``lr_scheduler_type`` and ``warmup_steps``; a share of all steps is a warmup below 1 in transformers.
+
+    Args:
+        source: the configuration.
+        kind: key of the schedule's name.
+        steps: key of the warmup in whole steps.
+        share: key of the warmup as a share of all steps.
+        per_step: where the framework moves the schedule once a generation; None = every optimizer step.
+    """
     keys = source.given(kind, *(key for key in (steps, share) if key))
     name, shown = source.get(kind, "constant"), source.settings.shown
     if name is None and not keys:
         return
     warmup: float = 0
     if steps is not None and source.get(steps) is not None and number(shown(steps), source.get(steps)) > 0:
-        warmup = whole(shown(steps), source.get(steps))
+        warmup = whole(shown(steps), source.get(steps)) * (per_step.number if per_step else 1)
     elif share is not None and source.get(share) is not None:
         warmup = number(shown(share), source.get(share))
         if not 0 <= warmup < 1:
@@ -164,9 +174,11 @@ def scheduler(source: Source, kind: str, steps: str | None = None, share: str | 
         yield Left(keys, f"the schedule {name!r} has no counterpart here; set lr_scheduler_type and warmup_steps")
         return
     fields: dict[str, Any] = {"lr_scheduler_type": names[name]}
+    why = "" if keys else f"the default of {kind}"
     if warmup:
         fields["warmup_steps"] = warmup
-    yield Carried(keys, fields, "" if keys else f"the default of {kind}")
+        why = times(per_step) if per_step and warmup >= 1 else why
+    yield Carried(keys, fields, why)
 
 
 def betas(source: Source, key: str) -> Iterable[Found]:
@@ -184,7 +196,10 @@ def betas(source: Source, key: str) -> Iterable[Found]:
 def lora(
     source: Source, rank: str, alpha: str, targets: str, dropout: str | None = None, on: str | None = None
 ) -> Iterable[Found]:
-    """Peft's LoRA; a rank of 0, or the switch ``on`` at false, is a full model."""
+    """Peft's LoRA; a rank of 0, or the switch ``on`` at false, is a full model.
+
+    The framework's own alpha and modules are written out, because TRL's are others (32, and peft's for the model).
+    """
     keys = source.given(rank, alpha, targets, *(key for key in (dropout, on) if key))
     shown = source.settings.shown
     if on is not None and not switch(shown(on), source.get(on, False)):
@@ -203,25 +218,42 @@ def lora(
     modules = source.get(targets)
     if modules:
         fields["lora_target_modules"] = modules
-    yield Carried(keys, fields)
+    unset = [key for key in (rank, alpha, targets) if source.get(key) and not source.has(key)]
+    yield Carried(keys, fields, f"the default{'s' * (len(unset) > 1)} of {', '.join(unset)}" if unset else "")
 
 
-def steps_per_generation(source: Source, prompts: str, mini: str, epochs: str) -> int:
-    """Optimizer steps that a generation batch serves; 1 if its sizes are not known. TRL counts these steps.
+@dataclass(frozen=True)
+class Steps:
+    """How the framework's steps, one a generation batch, become TRL's, one an optimizer step.
 
     Args:
-        source: the configuration.
-        prompts: key of the prompts of a generation batch.
-        mini: key of the prompts of an optimizer step.
-        epochs: key of the passes over the batch.
+        number: optimizer steps of a generation, as the printed YAML has them.
+        why: what else to say of a converted number.
     """
-    sizes = (source.get(prompts), source.get(mini), source.get(epochs, 1))
-    if not all(isinstance(one, int) and one > 0 for one in sizes):
-        return 1
-    return int(max(sizes[0] // sizes[1], 1) * sizes[2])
+
+    number: int
+    why: str = ""
 
 
-def saving(source: Source, key: str, per_step: int, what: str = "save_steps") -> Iterable[Found]:
+def steps_per_generation(sizes: Iterable[Found], epochs: Any = 1) -> Steps:
+    """Optimizer steps that a generation batch serves.
+
+    They are counted from the batch sizes that the YAML holds: without them TRL takes one step a generation, times
+    ``num_iterations``, whatever the framework's own default sizes are.
+
+    Args:
+        sizes: what the framework's step makes of the batch sizes.
+        epochs: passes over the batch, which become ``num_iterations``.
+    """
+    passes = epochs if isinstance(epochs, int) and epochs > 0 else 1
+    for one in sizes:
+        if isinstance(one, Carried) and "gradient_accumulation_steps" in one.fields:
+            accumulated = one.fields["gradient_accumulation_steps"]
+            return Steps(one.fields.get("steps_per_generation", accumulated) // accumulated * passes)
+    return Steps(passes, "generations there; multiply it by the optimizer steps of a generation once you set the sizes")
+
+
+def saving(source: Source, key: str, steps: Steps, what: str = "save_steps") -> Iterable[Found]:
     """Checkpoints every so many generations there, every so many optimizer steps here."""
     if not source.has(key):
         return
@@ -229,10 +261,10 @@ def saving(source: Source, key: str, per_step: int, what: str = "save_steps") ->
     if value is None or whole(source.settings.shown(key), value) <= 0:
         yield Carried((key,), {"save_strategy": "no"})
         return
-    yield Carried((key,), {what: value * per_step}, times(per_step))
+    yield Carried((key,), {what: value * steps.number}, times(steps))
 
 
-def last_step(source: Source, key: str, per_step: int) -> Iterable[Found]:
+def last_step(source: Source, key: str, steps: Steps) -> Iterable[Found]:
     """``max_steps``: generations there, optimizer steps here."""
     if not source.has(key):
         return
@@ -240,18 +272,26 @@ def last_step(source: Source, key: str, per_step: int) -> Iterable[Found]:
     if value is None or whole(source.settings.shown(key), value) <= 0:
         yield Left((key,), "null: the number of epochs decides")
         return
-    yield Carried((key,), {"max_steps": value * per_step}, times(per_step))
+    yield Carried((key,), {"max_steps": value * steps.number}, times(steps))
 
 
-def times(per_step: int) -> str:
+def times(steps: Steps) -> str:
     """How a number of steps was converted, in words."""
-    return f"times {per_step} optimizer steps a generation" if per_step > 1 else ""
+    counted = f"times {steps.number} optimizer steps a generation" if steps.number > 1 else ""
+    return "; ".join(part for part in (counted, steps.why) if part)
 
 
 def given_or(source: Source, key: str, otherwise: Any = None) -> Any:
     """The value of a setting, with the framework's default, checked to be a whole number of at least 1."""
     value = source.get(key, otherwise)
     return None if value is None else count(source.settings.shown(key), value)
+
+
+def no_length(source: Source, key: str) -> Iterable[Found]:
+    """Says that TRL ends responses where the framework, without that setting, lets them fill the context."""
+    if key not in source.settings.values and key not in source.settings.unknown:
+        why = "responses may fill the context there, and end at TRL's 512 tokens here: set max_completion_length"
+        yield Left((), why, pattern=source.settings.shown(key))
 
 
 def left(source: Source, reasons: Mapping[str, str]) -> Iterable[Found]:

@@ -126,6 +126,8 @@ def _split_entry(words: list[str], branches: tuple[str, ...]) -> Script:
     start = 0
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
+        if start and "=" in word and (_is_option(word) or _ASSIGNMENT.match(word)):  # its value may end with .py
+            break
         if before == "-m" or word.endswith(".py") or (before in _PROGRAMS and not word.startswith("-")):
             start = index + 1
         elif start and _is_option(word):

@@ -19,7 +19,6 @@ from trl_offpolicy.migrate.rules import (
     Left,
     Row,
     Source,
-    count,
     number,
     one_of,
     optional,
@@ -171,8 +170,7 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    parts = source.get("actor.ppo_n_minibatches")
-    per_step = count("actor.ppo_n_minibatches", parts) if parts is not None else 1
+    per_step = shared.steps_per_generation(_batch(source))
     yield from shared.saving(source, "saver.freq_steps", per_step)
     yield from shared.last_step(source, "total_train_steps", per_step)
 

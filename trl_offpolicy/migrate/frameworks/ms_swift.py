@@ -38,7 +38,6 @@ _SAME = [
     "adam_epsilon",
     "epsilon_high",
     "delta",
-    "top_p",
     "repetition_penalty",
     "use_vllm",
     "vllm_mode",
@@ -73,7 +72,13 @@ _SAME = [
     "use_liger_kernel",
 ]
 """Arguments that TRL has under the same name with the same meaning."""
-DEFAULTS: dict[str, Any] = {"loss_type": "grpo", "tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "grpo",
+    "tuner_type": "lora",
+    "lora_rank": 8,
+    "lora_alpha": 32,
+    "target_modules": ["all-linear"],
+}
 
 
 def _loss(source: Source) -> Iterable[Found]:
@@ -125,8 +130,8 @@ def _tuner(source: Source) -> Iterable[Found]:
         found = next(iter(shared.lora(source, *names)))
         if isinstance(found, Carried):
             fields = {name: value for name, value in found.fields.items() if name != "lora_dropout"}
-            why = "" if source.has("tuner_type") else "the default of tuner_type"
-            yield Carried((*source.given("tuner_type"), *found.keys), fields, why)
+            said = ["" if source.has("tuner_type") else "the default of tuner_type", found.why]
+            yield Carried((*source.given("tuner_type"), *found.keys), fields, "; ".join(filter(None, said)))
     else:
         yield Left(source.given("tuner_type", *names), f"the tuner {kind!r} has no counterpart here")
 
@@ -182,7 +187,8 @@ FRAMEWORK = Framework(
         "weight_decay": Row("weight_decay", number, default=0.1),
         "adam_beta2": Row("adam_beta2", number, default=0.95),
         "temperature": Row("temperature", number, default=0.9),
-        "top_k": Row("top_k", top_k, why="-1 there is 0 here: no top-k"),
+        "top_k": Row("top_k", top_k, default=50, why="-1 there is 0 here: no top-k"),
+        "top_p": Row("top_p", number, default=0.9),
         "epsilon": Row("epsilon", number),
         "max_completion_length": Row("max_completion_length", whole),
         "vllm_max_model_len": Row("vllm_max_model_length", whole),

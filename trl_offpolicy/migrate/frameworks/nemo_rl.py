@@ -82,11 +82,8 @@ def _batch(source: Source) -> Iterable[Found]:
     )
 
 
-def _per_step(source: Source) -> int:
-    names = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
-    prompts, generations, step = (source.get(name) for name in names)
-    known = all(isinstance(one, int) and one > 0 for one in (prompts, generations, step))
-    return max(prompts * generations // step, 1) if known else 1
+def _per_step(source: Source) -> shared.Steps:
+    return shared.steps_per_generation(_batch(source))
 
 
 def _counted(source: Source) -> Iterable[Found]:
@@ -124,7 +121,7 @@ def _schedule(source: Source) -> Iterable[Found]:
         warmup = source.get(f"{megatron}.lr_warmup_iters", 0) or 0
         keys = source.given(f"{megatron}.lr_decay_style", f"{megatron}.lr_warmup_iters")
         if style in ("constant", "cosine", "linear"):
-            yield _warmup(keys, style, whole(f"{megatron}.lr_warmup_iters", warmup) * _per_step(source))
+            yield _warmup(keys, style, whole(f"{megatron}.lr_warmup_iters", warmup), _per_step(source))
         yield from shared.left(source, {key: "policy.megatron_cfg.scheduler is read"})
         return
     steps = source.settings.values.get(key)
@@ -133,15 +130,16 @@ def _schedule(source: Source) -> Iterable[Found]:
     names = [one.get("name", "").rpartition(".")[2] for one in steps if isinstance(one, dict) and "name" in one]
     if names == ["LinearLR", "ConstantLR"] and steps[0].get("kwargs", {}).get("end_factor", 1.0) == 1.0:
         warmup = whole(f"{key}[0].kwargs.total_iters", steps[0].get("kwargs", {}).get("total_iters", 5))
-        yield _warmup((key,), "constant", warmup * _per_step(source))
+        yield _warmup((key,), "constant", warmup, _per_step(source))
     else:
         yield Left((key,), f"the schedule {names} has no counterpart here; set lr_scheduler_type and warmup_steps")
 
 
-def _warmup(keys: tuple[str, ...], style: str, steps: int) -> Found:
+def _warmup(keys: tuple[str, ...], style: str, steps: int, per_step: shared.Steps) -> Found:
     name = "constant_with_warmup" if style == "constant" and steps else style
-    fields = {"lr_scheduler_type": name, **({"warmup_steps": steps} if steps else {})}
-    return Carried(keys, fields, "the warmup begins at 0 here" if steps else "")
+    fields = {"lr_scheduler_type": name, **({"warmup_steps": steps * per_step.number} if steps else {})}
+    said = [part for part in (shared.times(per_step), "the warmup begins at 0 here") if part]
+    return Carried(keys, fields, "; ".join(said) if steps else "")
 
 
 def _advantages(source: Source) -> Iterable[Found]:

@@ -44,6 +44,8 @@ DEFAULTS: dict[str, Any] = {
     "actor.lr_warmup_ratio": 0.03,
     "actor.min_lr_ratio": 0.1,
     "actor.adam.betas": [0.9, 0.95],
+    "ds.lora.alpha": 16,
+    "ds.lora.target_modules": "all-linear",
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
     "algo.advantage.estimator": "gae",
@@ -158,10 +160,7 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    names = ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size", "train.max_epochs")
-    prompts, generations, step, epochs = (source.get(name, 1) for name in names)
-    known = all(isinstance(one, int) and one > 0 for one in (prompts, generations, step, epochs))
-    per_step = max(prompts * generations // step, 1) * epochs if known else 1
+    per_step = shared.steps_per_generation(_batch(source), source.get("train.max_epochs", 1))
     yield from shared.saving(source, "ckpt.save_steps", per_step)
 
 
@@ -185,6 +184,7 @@ def _adapter(source: Source) -> Iterable[Found]:
 
 
 def _engine(source: Source) -> Iterable[Found]:
+    yield from shared.no_length(source, "rollout.max_new_tokens")
     engines, together = "vllm.num_engines", ("train.colocate_all", "train.async_enable")
     if source.has(engines) and not whole(f"--{engines}", source.settings.values[engines]):
         yield Carried((engines,), {"use_vllm": False}, "0 engines: transformers samples")

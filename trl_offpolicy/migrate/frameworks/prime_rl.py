@@ -6,6 +6,8 @@ Read at prime-rl 559b44772, ``packages/prime-rl-configs`` and ``examples``; the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from trl_offpolicy.migrate import shared
 from trl_offpolicy.migrate.rules import (
@@ -25,6 +27,16 @@ from trl_offpolicy.migrate.rules import (
 LOSS = "trainer.loss"
 OPTIM = "trainer.optim"
 VLLM = "inference.vllm"
+SCHEDULER = "trainer.scheduler"
+LORA = "trainer.model.lora"
+DEFAULTS: dict[str, Any] = {
+    "orchestrator.group_size": 1,
+    "deployment.num_train_gpus": 1,
+    f"{SCHEDULER}.type": "constant",
+    f"{LORA}.rank": 16,
+    f"{LORA}.alpha": 32,
+    f"{LORA}.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
 _OLD_KEEP = "offpolicy.correction.keep: [{type: %s, ratio: current/sampling, low: ..., high: ...}]"
 _GONE = "an option of the loss before March 2026, without a successor there; here "
 
@@ -52,18 +64,49 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    yield from shared.saving(source, "ckpt.interval", 1)
-    yield from shared.last_step(source, "max_steps", 1)
+    yield from shared.saving(source, "ckpt.interval", shared.Steps(1))
+    yield from shared.last_step(source, "max_steps", shared.Steps(1))
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
-    yield from shared.scheduler(source, "trainer.scheduler.type", "trainer.scheduler.warmup_steps")
+    """``constant``; ``linear``, which decays over the last ``decay_steps`` alone; ``cosine``."""
+    kind, warmup, decay, least = (f"{SCHEDULER}.{name}" for name in ("type", "warmup_steps", "decay_steps", "min_lr"))
+    style = source.get(kind)
+    if style not in ("linear", "cosine"):
+        yield from shared.scheduler(source, kind, warmup)
+        return
+    keys, shown = source.given(kind, warmup, decay, least), source.settings.shown
+    steps = whole(shown(warmup), source.get(warmup, 10))
+    low = number(shown(least), source.get(least, 0.0))
+    unset = [f"{key} is 10" for key in ([warmup, decay] if style == "linear" else [warmup]) if not source.has(key)]
+    why = [f"{' and '.join(unset)} by default"] if unset else []
+    if style == "cosine":
+        fields: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr" if low else "cosine"}
+        fields |= {"lr_scheduler_kwargs": {"min_lr": low}} if low else {}
+    elif last := whole(shown(decay), source.get(decay, 10)):
+        peak = number(shown(f"{OPTIM}.lr"), source.get(f"{OPTIM}.lr", 1e-6))
+        kwargs = {
+            "num_decay_steps": last,
+            "decay_type": "linear",
+            "min_lr_ratio": round(low / peak, 12) if peak else 0.0,
+        }
+        fields = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
+        why.append(
+            "constant between the two; prime-rl reaches the least rate one step before the end, transformers at it"
+        )
+    else:
+        fields = {"lr_scheduler_type": "constant_with_warmup"}
+    yield Carried(keys, {**fields, **({"warmup_steps": steps} if steps else {})}, "; ".join(why))
 
 
 def _adapter(source: Source) -> Iterable[Found]:
-    names = [f"trainer.model.lora.{name}" for name in ("rank", "alpha", "target_modules", "dropout")]
-    if source.has(*names):
-        yield from shared.lora(source, *names)
+    """The section alone, even if it is empty, switches LoRA on."""
+    names = [f"{LORA}.{name}" for name in ("rank", "alpha", "target_modules", "dropout")]
+    if source.settings.values.get(LORA) == {} or source.has(*names):
+        for one in shared.lora(source, *names):
+            modules = "; prime-rl's modules of mixtures of experts (experts, fc1_ and fc2_latent_proj) are left out"
+            why = f"{one.why}{modules * (not source.has(names[2]))}"
+            yield replace(one, keys=(*source.given(LORA), *one.keys), why=why)
 
 
 def _loss(source: Source) -> Iterable[Found]:
@@ -113,6 +156,7 @@ def _advantages(source: Source) -> Iterable[Found]:
 def _engine(source: Source) -> Iterable[Found]:
     if {"inference", "orchestrator"} & source.settings.sections():
         yield Carried((), {"use_vllm": True, "vllm_mode": "server"}, "on devices of its own: set vllm_server_base_url")
+        yield from shared.no_length(source, "orchestrator.train.sampling.max_completion_tokens")
     key = f"{VLLM}.enforce_eager"
     if source.has(key):
         yield Carried((key,), {"engine.enforce_eager": switch(key, source.settings.values[key])})
@@ -156,7 +200,8 @@ FRAMEWORK = Framework(
         "ckpt.keep_last": Row("save_total_limit", whole),
     },
     steps=(_loss, _older, _batch, _counted, _optimizer, _adapter, _advantages, _engine),
-    defaults={"orchestrator.group_size": 1, "deployment.num_train_gpus": 1, "trainer.scheduler.type": "constant"},
+    defaults=DEFAULTS,
+    empty=(LORA,),
     left={
         **{f"{LOSS}.token_mask_{side}": _GONE + _OLD_KEEP % "ratio_band, level: token" for side in ("low", "high")},
         **{

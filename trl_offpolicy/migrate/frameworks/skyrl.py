@@ -53,6 +53,8 @@ DEFAULTS: dict[str, Any] = {
     "generator.n_samples_per_prompt": 5,
     f"{OPTIMIZER}.scheduler": "constant_with_warmup",
     f"{OPTIMIZER}.num_warmup_steps": 0,
+    "trainer.policy.model.lora.alpha": 16,
+    "trainer.policy.model.lora.target_modules": "all-linear",
     f"{ALGORITHM}.use_kl_loss": True,
     f"{ALGORITHM}.kl_loss_coef": 0.001,
     f"{ALGORITHM}.kl_estimator_type": "k3",
@@ -264,8 +266,7 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    sizes = ("trainer.train_batch_size", "trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch")
-    per_step = shared.steps_per_generation(source, *sizes)
+    per_step = shared.steps_per_generation(_batch(source), source.get("trainer.update_epochs_per_batch", 1))
     yield from shared.saving(source, "trainer.ckpt_interval", per_step)
     yield from shared.last_step(source, "trainer.max_training_steps", per_step)
 

@@ -188,14 +188,16 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    prompts, samples, step = source.get("rollout_batch_size"), source.get("n_samples_per_prompt"), _step(source)
-    per_step = max(prompts * samples // step, 1) if None not in (prompts, samples, step) else 1
+    per_step = shared.steps_per_generation(_batch(source))
     yield from shared.saving(source, "save_interval", per_step)
     yield from shared.last_step(source, "num_rollout", per_step)
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
     if _is_script(source):
+        yield from shared.no_length(source, "rollout_max_response_len")
+        if not source.has("weight_decay") and "weight_decay" not in source.settings.unknown:
+            yield Carried((), {"weight_decay": 0.01}, "the default of --weight-decay, Megatron's")
         yield from shared.scheduler(source, "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trl_offpolicy.migrate import shared
-from trl_offpolicy.migrate.rules import Found, Framework, Left, Row, Source, plain
+from trl_offpolicy.migrate.rules import Carried, Found, Framework, Left, Row, Source, plain
 
 FIELDS = tuple(
     [
@@ -222,9 +222,16 @@ _IS = "vllm_importance_sampling"
 
 
 def _unread(source: Source) -> Iterable[Found]:
-    """Without vLLM TRL's correction is off, and so are its options."""
+    """Without vLLM, TRL's default, its correction is off, and so are its options."""
+    key = "use_vllm"
+    if key in source.settings.unknown or source.get(key, False) is not False:
+        return
+    why = "transformers samples from the trainer's own model, so TRL corrects nothing"
+    yield Carried(
+        source.given(key), {key: False, f"option.{key}": False}, why if source.has(key) else f"TRL's default: {why}"
+    )
     keys = source.given(*(f"{_IS}_{name}" for name in ("correction", "mode", "clip_max", "clip_min")))
-    if keys and source.get("use_vllm", False) is False:
+    if keys:
         yield Left(keys, "TRL reads it with use_vllm alone")
 
 

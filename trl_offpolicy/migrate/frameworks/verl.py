@@ -6,6 +6,7 @@ Read at verl 1dda039b9 (0.9.1). Older names: b8dc5377c (August 2025), 21271aabb 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy.checks import check_choice
@@ -84,6 +85,8 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.n": 1,
     f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{MODEL}.lora_alpha": 16,
+    f"{MODEL}.target_modules": "all-linear",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "data.train_files": None,
@@ -128,18 +131,39 @@ def _batch(source: Source) -> Iterable[Found]:
     )
 
 
+def _per_step(source: Source) -> shared.Steps:
+    return shared.steps_per_generation(_batch(source), source.get(f"{ACTOR}.ppo_epochs", 1))
+
+
+def _per_schedule_step(source: Source) -> shared.Steps:
+    """The schedule moves after each update of the actor: once a generation, or once a part of it (v1, async)."""
+    steps, mode = _per_step(source), source.get("trainer.v1.trainer_mode", "sync")
+    parts = source.get(f"trainer.v1.{mode}.parameter_sync_step", 4 if mode == "separate_async" else 1)
+    return replace(steps, number=max(steps.number // parts, 1)) if isinstance(parts, int) and parts > 1 else steps
+
+
 def _counted(source: Source) -> Iterable[Found]:
-    sizes = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
-    per_step = shared.steps_per_generation(source, *sizes)
+    per_step = _per_step(source)
     yield from shared.saving(source, "trainer.save_freq", per_step)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
     optim = f"{ACTOR}.optim"
-    yield from shared.scheduler(
-        source, f"{optim}.lr_scheduler_type", f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    kind, least = f"{optim}.lr_scheduler_type", f"{optim}.min_lr_ratio"
+    found = shared.scheduler(
+        source, kind, f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio", _per_schedule_step(source)
     )
+    rate = source.get(least)
+    if source.get(kind) != "cosine" or rate is None or number(source.settings.shown(least), rate) == 0:
+        yield from found
+        yield from shared.left(source, {least: "0, or no cosine: the schedule has no least rate"})
+    else:
+        for one in found:
+            if isinstance(one, Carried):
+                own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": rate}}
+                one = replace(one, keys=(*one.keys, least), fields={**one.fields, **own})
+            yield one
     yield from shared.betas(source, f"{optim}.betas")
 
 
