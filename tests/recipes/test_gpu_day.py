@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.gpu_results import STEPS, page
+from scripts.gpu_results import LINES, STEPS, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "gpu_day.sh"
@@ -34,6 +37,67 @@ def test_an_unknown_step_or_option_is_one_line(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     said = start("--out", tmp_path, "nccl")
     assert said.returncode == 1 and "torch sees no GPU; --rehearse" in said.stderr
+    assert ("built without CUDA" in said.stderr) == (torch.version.cuda is None) and "PYTHON=" in said.stderr
+
+
+def checkout(folder: Path) -> Path:
+    """What the script looks at, without what it runs."""
+    for name in ("recipes", "benchmarks", "tests", "scripts"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(SCRIPT, folder / "recipes")
+    return folder
+
+
+def in_checkout(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MODEL")}
+    command = [str(folder / "recipes" / "gpu_day.sh"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=known | environment)
+
+
+def test_everything_that_is_missing_is_one_message(tmp_path: Path) -> None:
+    """An interpreter without any package, and no model: both are named before a step, and nothing is written."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    folder = checkout(tmp_path / "here")
+    said = in_checkout(folder, "tests", "quickstart", PYTHON=str(python))
+    assert said.returncode == 1 and "Traceback" not in said.stderr
+    assert f"PYTHON={python}" in said.stderr and '-e ".[vllm,quickstart,lightning,test]"' in said.stderr
+    packages = said.stderr.split("packages ")[1].split(":")[0].split(", ")
+    assert {"torch", "vllm", "trl", "lightning", "pytest", "xdist", "pytest_timeout", "reasoning_gym"} <= set(packages)
+    assert "there is no .cache/SmolLM2-135M-Instruct: `make model`" in said.stderr
+    assert not (folder / "runs").exists()
+    only = in_checkout(folder, "nccl", PYTHON=str(python)).stderr
+    assert only.splitlines()[1].startswith("packages torch, trl:") and "MODEL," not in only
+
+
+def test_the_interpreter_with_the_gpus_torch_comes_first(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "here")
+    for name in (".venv", ".venv-gpu"):
+        python = folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\nexit 1\n")
+        python.chmod(0o755)
+    assert "PYTHON=.venv-gpu/bin/python:" in in_checkout(folder, "nccl").stderr
+    assert "PYTHON=.venv/bin/python:" in in_checkout(folder, "--rehearse", "nccl").stderr
+    assert "PYTHON=mine:" in in_checkout(folder, "nccl", PYTHON="mine").stderr
+
+
+def test_outside_a_checkout_it_says_what_is_absent(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "here")
+    (folder / "benchmarks").rmdir()
+    said = in_checkout(folder, "--rehearse", "nccl")
+    assert said.returncode == 2 and said.stderr.count("\n") == 1
+    assert "needs a checkout (git clone trl-offpolicy), but there is no folder benchmarks" in said.stderr
+
+
+def test_every_run_of_a_step_keeps_its_end(tmp_path: Path) -> None:
+    """The second run alone has more lines than a page keeps."""
+    first, second = ([f"{name} {line}" for line in range(count)] for name, count in (("a", 3), ("b", LINES + 5)))
+    lines = ["before", "== corrected", *first, "===== a frame of pytest =====", "== measure", *second]
+    (tmp_path / "quickstart.log").write_text("\n".join(lines))
+    kept = page(tmp_path).split("```text\n")[1].split("\n```")[0].split("\n")
+    assert kept == [*lines[:7], "(5 lines left out)", *second[5:]]
 
 
 def test_the_page_tells_what_passed_what_failed_and_what_was_not_run(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from processes import run_command
 
 from scripts.recipes import PAGE, page
 from trl_offpolicy.cli import main
-from trl_offpolicy.cli.recipes import FOLDER, all_recipes, copy, find
+from trl_offpolicy.cli.recipes import FOLDER, Recipe, all_recipes, copy, find
 
 RECIPES = all_recipes()
 
@@ -39,12 +42,93 @@ def test_a_row_names_files_that_exist_and_a_run_has_its_numbers(recipe) -> None:
     assert bool(recipe.ran) == bool(recipe.time) == bool(recipe.expect)
 
 
-def test_list_and_show_print_each_recipe(capsys) -> None:
+def words_of(line: str) -> str:
+    """A command without its remark, its spaces one."""
+    return " ".join(re.sub(r"\s#\s.*| \((?:first terminal|second)\)$", "", line).split())
+
+
+def commands_in(text: str) -> set[str]:
+    """The lines of a text, those that end in a backslash joined with the next."""
+    return {words_of(line) for line in text.replace("\\\n", " ").splitlines()}
+
+
+def header(path: Path) -> str:
+    """The comment that a configuration begins with, without its signs."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.removeprefix("#") for line in takewhile(lambda line: line.startswith("#"), lines))
+
+
+def configuration(recipe: Recipe) -> Path | None:
+    """A recipe's YAML; None for an experiment, which has none."""
+    path = FOLDER / recipe.name
+    path = path if path.suffix else path / "config.yaml"
+    return path if path.is_file() else None
+
+
+def prepares(line: str) -> bool:
+    """Model and packages: the READMEs have `make model` and the extras of a checkout in their place."""
+    return line.startswith(("python recipes/quickstart/prepare_model.py", "pip install"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_readme_and_header_have_the_commands_of_the_index(recipe: Recipe) -> None:
+    readme = (FOLDER / recipe.folder / "README.md").read_text(encoding="utf-8")
+    path = configuration(recipe)
+    wanted = {words_of(line) for line in recipe.lines if not prepares(line)}
+    assert path is None or wanted <= commands_in(header(path))
+    if recipe.folder == "lightning" and recipe.lines[-1] not in commands_in(readme):
+        assert f"`{Path(recipe.name).name}`" in readme  # one README for all: its first block has some of the commands
+    else:
+        assert wanted <= commands_in(readme)
+    prepared = any(line.startswith("python recipes/quickstart/prepare_model.py") for line in recipe.before)
+    assert not prepared or re.search(r"make (?:install )?(?:model|quickstart)", readme)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_begins_with_what_it_needs(recipe: Recipe) -> None:
+    path = configuration(recipe)
+    spec = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    engine = spec.get("model", {}).get("engine", {})
+    served = spec.get("vllm_mode") == "server" or engine.get("type") == "server"
+    assert served == any("trl-offpolicy serve " in line for line in recipe.before)
+    model = spec.get("model_name_or_path") or spec.get("model", {}).get("model") or ""
+    assert model.startswith(".cache/") == any("prepare_model.py" in line for line in recipe.before)
+    for script in re.findall(r"python (recipes/\S+\.py)", "\n".join(recipe.before)):
+        assert (FOLDER.parent / script).is_file()
+    served_by = [line for line in recipe.before if "trl-offpolicy serve " in line and "CUDA_VISIBLE_DEVICES" in line]
+    for line in served_by:  # engine and learner are on GPUs of their own, and each process has one
+        mine, theirs = (
+            set(re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", text)[0].split(",")) for text in (recipe.command, line)
+        )
+        assert not mine & theirs and f"--num_processes {len(mine)} " in recipe.command
+
+
+def test_the_quickstarts_numbers_are_those_of_its_committed_run() -> None:
+    folder = FOLDER / "quickstart" / "results"
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "reward" in row]
+    rewards, before, after = (
+        [row[key] for row in rows] for key in ("reward", "offpolicy/mismatch/kl_k3", "offpolicy/kept/kl_k3")
+    )
+    expect = find("quickstart").expect
+    assert len(rows) == 16 and f"reward {sum(rewards[:4]) / 4:.2f} to {sum(rewards[-4:]) / 4:.2f} in 16" in expect
+    held_out = [evaluation[when]["eval_reward"] for when in ("before", "after")]
+    assert f"held out {held_out[0]:.2f} to {held_out[1]:.2f};" in expect
+    assert f"KL k3 {sum(before) / 16:.3f} before and {sum(after) / 16:.3f} after" in expect
+
+
+def test_list_and_show_print_each_recipe(tmp_path: Path, capsys) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(recipe.name in listed for recipe in RECIPES)
     assert main(["recipes", "show", "opsm_multi_step"]) == 0
     assert find("opsm_multi_step").command in capsys.readouterr().out
+    for words in (["show", "icepop_moe"], ["copy", "icepop_moe", str(tmp_path)]):
+        assert main(["recipes", *words]) == 0
+        shown = capsys.readouterr().out
+        places = [shown.index(line) for line in find("icepop_moe").lines]
+        assert places == sorted(places) and len(places) == 3
 
 
 @pytest.mark.parametrize(

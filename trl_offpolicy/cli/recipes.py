@@ -16,8 +16,6 @@ from trl_offpolicy.packages import PREPARE_SCRIPT
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 INDEX = FOLDER / "index.yaml"
-NEEDS_PREPARED = "SmolLM2-135M"
-"""The model, as the index names it, that a script converts before the first run."""
 SHARED = ("grpo.py", "record.py", "tasks.py", "agent_calculator", "accelerate", PREPARE_SCRIPT.removeprefix("recipes/"))
 """What the commands of the recipes read besides a recipe's own folder."""
 
@@ -34,7 +32,8 @@ class Recipe:
         time: duration of the last run, on that hardware; "" without one.
         expect: the number to see at the end; "" without a run.
         command: how it is started, from the folder that holds recipes/.
-        ran: day and commit of the last run to its end; "" = none yet.
+        before: commands that come first, in this order, each with a remark: the model is made, a server is started.
+        ran: day and commit of the runs that the numbers are from, and what has changed since; "" = none to its end yet.
         checkout: it needs more of the checkout than recipes/, so it cannot be copied.
     """
 
@@ -43,6 +42,7 @@ class Recipe:
     model: str
     hardware: str
     command: str
+    before: tuple[str, ...] = ()
     time: str = ""
     expect: str = ""
     ran: str = ""
@@ -52,6 +52,11 @@ class Recipe:
     def folder(self) -> str:
         """Its folder's name."""
         return self.name.split("/")[0]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What is typed, in order; a remark stands after ``#``."""
+        return (*self.before, self.command)
 
 
 def all_recipes() -> tuple[Recipe, ...]:
@@ -64,7 +69,8 @@ def all_recipes() -> tuple[Recipe, ...]:
         raise FileNotFoundError("the recipes were expected beside the package trl_offpolicy, but there are none.")
     import yaml
 
-    return tuple(Recipe(**row) for row in yaml.safe_load(INDEX.read_text(encoding="utf-8")))
+    rows = yaml.safe_load(INDEX.read_text(encoding="utf-8"))
+    return tuple(Recipe(**row | {"before": tuple(row.get("before", ()))}) for row in rows)
 
 
 def find(name: str) -> Recipe:
@@ -93,7 +99,7 @@ def copy(recipe: Recipe, target: Path) -> list[Path]:
     if recipe.checkout:
         raise ValueError(
             f"NAME must be a recipe that runs from a copy, but {recipe.name} also needs benchmarks/: "
-            f"run it in a checkout: {recipe.command}"
+            f"run it in a checkout: {'; '.join(recipe.lines)}"
         )
     made: list[Path] = []
     for name in (recipe.folder, *SHARED):
@@ -128,9 +134,7 @@ def recipes(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
         made = copy(recipe, args.folder)
         kept = "" if made else " (all files were there already and stay as they are)"
         print(f"{len(made)} files copied to {args.folder / 'recipes'}{kept}. Start it in {args.folder.resolve()}:")
-        if recipe.model == NEEDS_PREPARED:
-            print(f"  python {PREPARE_SCRIPT}   # once: converts the model into .cache")
-        print(f"  {recipe.command}")
+        print("\n".join(f"  {line}" for line in recipe.lines))
         return 0
 
     return run
@@ -143,12 +147,15 @@ def _print_list() -> None:
         print(
             f"    {one.model}, {one.hardware}; {f'{one.time}: {one.expect}' if one.ran else 'not run to its end yet'}"
         )
-    print("trl-offpolicy recipes show NAME prints the command; recipes copy NAME DIR copies the files.")
+    print("trl-offpolicy recipes show NAME prints its commands; recipes copy NAME DIR copies the files.")
 
 
 def _print_one(recipe: Recipe) -> None:
     """Everything the index says of a recipe."""
     print(recipe.name)
-    for label in ("what", "model", "hardware", "time", "expect", "ran", "command"):
+    for label in ("what", "model", "hardware", "time", "expect", "ran"):
         print(f"  {label + ':':<10}{getattr(recipe, label) or '-'}")
+    for line in recipe.before:
+        print(f"  {'before:':<10}{line}")
+    print(f"  {'command:':<10}{recipe.command}")
     print(f"  {'files:':<10}{FOLDER / recipe.folder}")
