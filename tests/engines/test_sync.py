@@ -11,6 +11,7 @@ import torch
 from trl_offpolicy.engines import sync as syncing
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, WeightSync, probe_of
+from trl_offpolicy.engines.sync_trend import Drift
 from trl_offpolicy.engines.sync_watch import Precision
 
 TOKENS = 60
@@ -306,3 +307,19 @@ def test_a_drift_after_a_part_has_all_weights_sent_and_proved(helps, caplog):
         with pytest.raises(SyncError, match="15% of what the trainer moves is missing"):
             world.run(send=send, confirm=confirm)
         assert world.sends[-2] == world.sends[-1]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_drift_of_another_ranks_engine_stops_or_warns_this_one(exact, monkeypatch, caplog):
+    """This rank's engine follows; the other's lags. Either all ranks raise, or none does."""
+    world, drift = Lagging("uniform", follow=1.0), Drift(9, 0.5, 0.1, 0.001, 0.2)
+    other = syncing.Proof(0.9, drift)
+    monkeypatch.setattr(syncing, "gather_objects", lambda value: [value, other if isinstance(value, float) else value])
+    precision = Precision(torch.float32 if exact else torch.bfloat16)
+    if exact:
+        with pytest.raises(SyncError, match=r"In 9 syncs the trainer moved by 0\.5 nats"):
+            world.run(precision)
+        assert world.now == 0
+    else:
+        world.run(precision)
+        assert "20% of what the trainer moves is missing" in caplog.text

@@ -163,7 +163,9 @@ class WeightSync:
         """
         with raised_on_all_ranks():
             proof = self._prove(version, probe, answer)
-        known = [one for one in gather_objects(proof) if one is not None]
+        plain = proof is not None and proof.drift is None  # nearly always: a number is all that is exchanged then
+        found = gather_objects(proof.agreement if proof is not None and plain else proof)
+        known = [one if isinstance(one, Proof) else Proof(one, None) for one in found if one is not None]
         drift = next((one.drift for one in known if one.drift is not None), None)
         return Proof(fmean(one.agreement for one in known), drift) if known else None
 
