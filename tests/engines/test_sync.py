@@ -11,6 +11,8 @@ import torch
 from trl_offpolicy.engines import sync as syncing
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, WeightSync, probe_of
+from trl_offpolicy.engines.sync_trend import Drift
+from trl_offpolicy.engines.sync_watch import Precision
 
 TOKENS = 60
 
@@ -216,3 +218,108 @@ def test_ranks_without_an_engine_score_but_do_not_count(monkeypatch):
     sync = WeightSync(PROBE, world.score)
     assert sync(0, send=world.send, answer=lambda ids: None).agreement is None
     assert world.calls == ["send", "trainer"]
+
+
+# ------------------------------------------------------------------------------------- weights that never quite arrive
+
+
+class Lagging:
+    """An engine that makes ``follow`` of each move of a trainer on 60 tokens, with bfloat16's noise or none."""
+
+    def __init__(self, kind, *, follow=0.85, noise=1e-6, dtype=torch.float32):
+        self.weights = {"uniform": 0.01 * torch.arange(50.0)[:, None].expand(50, TOKENS), "walk": walk(50, 0.01)}[kind]
+        self.follow, self.noise, self.dtype, self.now, self.has = follow, noise, dtype, 0, None
+        self.sync, self.sends = WeightSync([list(range(TOKENS + 1))], self.score), []
+
+    def score(self, ids):
+        return [self.weights[self.now].tolist()]
+
+    def send(self, version):
+        self.has = self.weights[0] + self.follow * (self.weights[version] - self.weights[0])
+        self.sends.append(version)
+        list(self.sync.watch.passing(iter([("weight", self.weights[version].to(self.dtype))])))
+        return SyncReport(version=version, kind="memory", bytes=8, seconds=0.1)
+
+    def answer(self, ids):
+        return [noisy(self.has, self.noise, self.now)]
+
+    def run(self, precision=None, **ways):
+        for self.now in range(50):
+            ways = {"send": self.send, "answer": self.answer, **ways}
+            self.sync(self.now, precision=precision or Precision(self.dtype), **ways)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "walk"])
+def test_an_engine_that_follows_a_part_of_each_move_is_an_error_where_precision_cannot_be_the_cause(kind):
+    world = Lagging(kind)
+    with pytest.raises(SyncError, match=r"15% of what the trainer moves is missing .* a part of the weights does not"):
+        world.run()
+    assert world.now < 40
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter", "dtype"),
+    [
+        (Precision(torch.bfloat16), False, torch.float32),
+        (Precision(None), False, torch.float32),
+        (Precision(torch.bfloat16), True, torch.bfloat16),
+    ],
+)
+def test_where_precision_can_be_the_cause_it_is_one_warning_with_the_next_test(precision, adapter, dtype, caplog):
+    world = Lagging("uniform", dtype=dtype)
+    if adapter:
+        world.sync._without_adapter = lambda: (yield)
+        world.sync._without_adapter = contextmanager(world.sync._without_adapter)
+    world.run(precision)
+    assert world.now == 49 and len(caplog.records) == 1
+    for text in ("15% of what the trainer moves is missing", "cannot be told from this", "trl-offpolicy probe --model"):
+        assert text in caplog.text
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.03])
+@pytest.mark.parametrize("kind", ["uniform", "walk"])
+def test_an_engine_that_follows_gives_neither(kind, noise, caplog):
+    Lagging(kind, follow=1.0, noise=noise).run()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_drift_after_a_part_has_all_weights_sent_and_proved(helps, caplog):
+    """What was left out had changed: whole weights mend it, and if they do not, it is an error."""
+    world, partial = Lagging("uniform"), [True]
+
+    def send(version):
+        world.send(version)
+        if not partial[0] and helps:
+            world.has, world.follow = world.weights[version], 1.0
+        whole = not partial[0] or version == 0
+        return SyncReport(version=version, kind="memory", bytes=8, seconds=0.1, whole=whole)
+
+    def confirm(proven):
+        again, partial[0] = partial[0] and not proven, partial[0] and proven
+        return again
+
+    if helps:
+        world.run(send=send, confirm=confirm)
+        assert len(world.sends) == 51 and len(caplog.records) == 1
+        assert "Only changed weights were sent; from now on all are." in caplog.text
+    else:
+        with pytest.raises(SyncError, match="15% of what the trainer moves is missing"):
+            world.run(send=send, confirm=confirm)
+        assert world.sends[-2] == world.sends[-1]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_drift_of_another_ranks_engine_stops_or_warns_this_one(exact, monkeypatch, caplog):
+    """This rank's engine follows; the other's lags. Either all ranks raise, or none does."""
+    world, drift = Lagging("uniform", follow=1.0), Drift(9, 0.5, 0.1, 0.001, 0.2)
+    other = syncing.Proof(0.9, drift)
+    monkeypatch.setattr(syncing, "gather_objects", lambda value: [value, other if isinstance(value, float) else value])
+    precision = Precision(torch.float32 if exact else torch.bfloat16)
+    if exact:
+        with pytest.raises(SyncError, match=r"In 9 syncs the trainer moved by 0\.5 nats"):
+            world.run(precision)
+        assert world.now == 0
+    else:
+        world.run(precision)
+        assert "20% of what the trainer moves is missing" in caplog.text

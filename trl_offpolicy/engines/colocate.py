@@ -26,7 +26,9 @@ from trl_offpolicy.engines.server.answers import require_room
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.shapes import with_place
 from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.engines.worker import names_of
 from trl_offpolicy.packages import require
 
 
@@ -243,6 +245,9 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]], *, part: 
         llm: vLLM's ``LLM``.
         weights: names and tensors.
         part: it keeps what is not among them.
+
+    Raises:
+        SyncError: it would drop a weight (:func:`~trl_offpolicy.engines.weights.shapes.with_place`).
     """
     size = 0
 
@@ -254,7 +259,7 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]], *, part: 
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     with cpu_reload(runner.model), quiet_part() if part else nullcontext():
-        runner.reload_weights(weights_iterator=counted())
+        runner.reload_weights(weights_iterator=with_place(counted(), *names_of(runner.model)))
     reset_prefix_cache(llm)
     llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail
     return size

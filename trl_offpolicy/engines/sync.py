@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
-from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch
+from trl_offpolicy.engines.sync_trend import Drift, SyncTrend
+from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch, holds_all
 from trl_offpolicy.functional.collective import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,13 @@ class Gate(Protocol):
 
     def restore(self) -> None:
         """Give the trainer the weights that were accepted last."""
+
+
+class Proof(NamedTuple):
+    """What a proof found: ``rollout/sync_agreement``, and a difference that has grown over many syncs; None = none."""
+
+    agreement: float
+    drift: Drift | None
 
 
 class WeightSync:
@@ -62,6 +70,7 @@ class WeightSync:
         self._probe, self._score, self._without_adapter = probe, score, without_adapter
         self._check = SyncCheck()
         self.watch = SyncWatch()
+        self._told = False  # that there is a drift
         self.gate: Gate | None = None
         """What may take an update back after its proof; None = every update stays."""
 
@@ -83,6 +92,10 @@ class WeightSync:
 
         A sync that left out what the engine has, and whose proof fails, is repeated with all weights. If the gate
         rejects them, the trainer gets those of the last accepted update back. These are sent and proved.
+
+        A drift (:class:`~trl_offpolicy.engines.sync_trend.SyncTrend`) after a sync that left something out is such a
+        failure, too. One that stays with all weights is an error if it is a lag and the engine's precision holds every
+        change of the trainer's, so that precision cannot be its cause. Otherwise it is a warning, once a run.
 
         Args:
             version: version of the trainer's present weights.
@@ -118,26 +131,46 @@ class WeightSync:
         if self._probe is None:
             return replace(report, **passed)
         try:
-            agreement = self._proved(version, self._probe, answer)
+            proof = self._proved(version, self._probe, answer)
+            if proof is not None and proof.drift is not None and any(gather_objects(not report.whole)):
+                raise SyncError(f"{proof.drift} Something of what was left out may have changed.")
         except SyncError as error:  # the same one on all ranks
             if not any(gather_objects(confirm(False))):
                 raise
             logger.warning("%s Only changed weights were sent; from now on all are.", error)
             with raised_on_all_ranks():
                 report = send(version)
-            agreement = self._proved(version, self._probe, answer)
+            proof = self._proved(version, self._probe, answer)
+        if proof is not None and proof.drift is not None:
+            certain = holds_all(precision, passed["trainer_dtype"], merged=self._without_adapter is not None)
+            self._tell(version, proof.drift, certain=any(gather_objects(certain)))
         confirm(True)
-        return replace(report, **passed, agreement=agreement)
+        return replace(report, **passed, agreement=None if proof is None else proof.agreement)
 
-    def _proved(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
-        """The mean agreement over the ranks' engines, or the error of any of them on all; None = there is none."""
+    def _tell(self, version: int, drift: Drift, *, certain: bool) -> None:
+        """Raise or warn of a drift that stays when all weights are sent."""
+        found = f"After the sync of version {version}: {drift}"
+        if certain and drift.lag is not None:
+            raise SyncError(f"{found} {_NO_ROUNDING} {_NEXT}")
+        if not self._told:
+            logger.warning("%s %s %s", found, _UNCERTAIN, _NEXT)
+        self._told = True
+
+    def _proved(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> Proof | None:
+        """The mean agreement over the ranks' engines and the drift of any, or the error of any of them on all.
+
+        None = there is no engine.
+        """
         with raised_on_all_ranks():
-            agreement = self._prove(version, probe, answer)
-        known = [one for one in gather_objects(agreement) if one is not None]
-        return fmean(known) if known else None
+            proof = self._prove(version, probe, answer)
+        plain = proof is not None and proof.drift is None  # nearly always: a number is all that is exchanged then
+        found = gather_objects(proof.agreement if proof is not None and plain else proof)
+        known = [one if isinstance(one, Proof) else Proof(one, None) for one in found if one is not None]
+        drift = next((one.drift for one in known if one.drift is not None), None)
+        return Proof(fmean(one.agreement for one in known), drift) if known else None
 
-    def _prove(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
-        """The agreement of this rank's engine; None on a rank without an engine."""
+    def _prove(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> Proof | None:
+        """What this rank's engine answers; None on a rank without an engine."""
         assert self._score is not None
         # Scoring a sharded model is collective: every rank does it, also one that does not talk to the engine.
         trainer, others = self._score(probe), {}
@@ -145,7 +178,25 @@ class WeightSync:
             with self._without_adapter():
                 others["the base model without the adapter"] = self._score(probe)
         engine = answer(probe)
-        return None if engine is None else self._check.observe(version, engine=engine, trainer=trainer, others=others)
+        if engine is None:
+            return None
+        agreement = self._check.observe(version, engine=engine, trainer=trainer, others=others)
+        return Proof(agreement, self._check.drift)
+
+
+_NO_ROUNDING = (
+    "The engine's precision holds every change of the trainer's, so a part of the weights does not arrive: names that "
+    "the engine skips, or weights that it was given only once."
+)
+_UNCERTAIN = (
+    "Whether weights do not arrive or the engine's precision hides a part of the updates (sync_visible_fraction, or an "
+    "adapter that is merged in 16 bits) cannot be told from this; in both cases the run trains on."
+)
+_NEXT = (
+    "To see which weights differ, save a checkpoint and compare them one by one with a server's: trl-offpolicy probe "
+    "--model CHECKPOINT --engine URL. With an engine in this process, resume from the checkpoint: if weights do not "
+    "arrive, the agreement of its first sync is lower than that of this run's."
+)
 
 
 def _sends_everything(proven: bool) -> bool:
@@ -170,7 +221,8 @@ class SyncLimits:
     """When a distance (mean absolute difference of log-probs over the probe's tokens, nats) is a fault.
 
     Args:
-        factor: a distance above ``factor`` times the noise floor, the median of the accepted distances, is a fault.
+        factor: a distance above ``factor`` times the noise floor, the median of the accepted distances, is a fault. It
+            finds a jump. What adds up slowly raises the floor as well, and is found by ``SyncCheck.drift``.
         least: a distance below this alone is never a fault.
         share: nor is a distance below this share of what the trainer moved since the last sync. The error of rounding
             to int8, for example, grows with the step; weights that arrived in part are off by a good part of the step.
@@ -198,6 +250,9 @@ class SyncCheck:
     """
 
     limits: SyncLimits = field(default_factory=SyncLimits)
+    drift: Drift | None = field(default=None, init=False)
+    """A difference that has grown over the syncs so far, where each sync alone was accepted; None = there is none."""
+    _trend: SyncTrend = field(default_factory=SyncTrend)
     _accepted: list[float] = field(default_factory=list)
     _trainer: dict[int, list[float]] = field(default_factory=dict)
     _engine: tuple[int, list[float]] | None = None
@@ -229,6 +284,7 @@ class SyncCheck:
         for old in sorted(self._trainer)[: -self.limits.history]:
             del self._trainer[old]
         self._engine = (version, answer)
+        self.drift = self._trend.observe(engine=answer, trainer=wanted)
         return math.exp(-distance)
 
     @property

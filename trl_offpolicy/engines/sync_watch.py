@@ -188,6 +188,27 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def holds_all(precision: Precision, trainer_dtype: str | None, *, merged: bool) -> bool:
+    """Whether an engine surely holds every change of the trainer's weights, however small.
+
+    Args:
+        precision: of the engine.
+        trainer_dtype: of the weights that were sent, as in :class:`Passed`; None = not known.
+        merged: an adapter may be merged into them, in their dtype: in 16 bits the sum hides a small product, which the
+            trainer's own forward does not.
+
+    Example:
+        >>> holds_all(Precision(torch.bfloat16), "bfloat16", merged=False)
+        True
+        >>> holds_all(Precision(torch.bfloat16), "bfloat16", merged=True)
+        False
+    """
+    own, held = torch_dtype(trainer_dtype), precision.dtype
+    if own is None or held is None or precision.rounding is not None:
+        return False
+    return torch.promote_types(own, held) == held and (not merged or own in (torch.float32, torch.float64))
+
+
 def torch_dtype(name: object) -> torch.dtype | None:
     """A dtype from what vLLM calls it (``torch.bfloat16`` or its name); None for anything else.
 

@@ -110,6 +110,11 @@ def shared_names(model: torch.nn.Module) -> dict[str, str]:
     return shared
 
 
+def names_of(model: torch.nn.Module) -> tuple[set[str], dict[str, str]]:
+    """Names of the weights of vLLM's model, and those that share another one's tensor (:func:`shared_names`)."""
+    return {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}, shared_names(model)
+
+
 def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".")  # vLLM wraps layers that an adapter may touch
 

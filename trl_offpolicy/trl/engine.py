@@ -48,6 +48,7 @@ from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.shapes import EMBEDDING, HEAD, with_place
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.rollouts.screening import Columns, Screen, Unusable
@@ -116,7 +117,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self._uses_adapter and self.source.adapter() is None:
             raise ValueError(
                 "engine.transfer must not be 'adapter' here: that takes a PEFT model with plain LoRA on linear layers "
-                "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
+                "(no lm_head, embeddings, bias, modules_to_save or DoRA; one rank and lora_alpha for all, and an "
+                "init_lora_weights that leaves the base weights as they are), which is all that is trained."
             )
 
     def prove(
@@ -231,6 +233,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self.settings.return_routing:
             arguments |= routing_arguments()
         if self._uses_adapter:
+            # of all its layers: an adapter whose rank_pattern gives some another rank is not sent alone
             arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
         return arguments
 
@@ -285,9 +288,19 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         named = super()._iter_named_params() if self._is_fsdp1 else ModelWeights(self.model).merged()
-        named = self._sync.watch.passing(named)
+        named = self._sync.watch.passing(self._with_place(named))
         rounding = self.settings.weight_rounding if self.mode == "colocate" else None
         return named if rounding is None else round_weights(named, rounding)
+
+    def _with_place(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of TRL's own transfers, which compare no names: an engine that ties its head drops another one.
+
+        Such an engine cannot always be asked, so the model's configuration tells, which it reads as well.
+        """
+        config = getattr(self.model, "config", None)
+        ties = bool(getattr(config, "tie_word_embeddings", False))
+        compared = self._on_server or (self.mode == "colocate" and self._on_cpu)
+        return named if compared or not ties else with_place(named, (), {HEAD: EMBEDDING})
 
     @property
     def _is_fsdp1(self) -> bool:

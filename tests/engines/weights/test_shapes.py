@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
-from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
+from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter, with_place
 from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.trl.engine import TRLEngine
 
 
 def sent_by(model: Any) -> dict[str, tuple[int, ...]]:
@@ -109,3 +112,51 @@ def test_an_adapter_of_another_model_is_told(shape: dict[str, int], said: str) -
     assert adapter is not None
     sent = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     assert said in str(why_not_adapter(sent, [held()]))
+
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["lm_head"]}],
+)
+def test_a_head_that_a_tied_engine_would_drop(options: dict[str, Any]) -> None:
+    adapter = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options})
+    model = get_peft_model(tiny_model(tie_word_embeddings=True), adapter)
+    engine = held(tiny_model(tie_word_embeddings=True), tied=TIED, head=False)
+    assert "lm_head.weight that differs from its embeddings" in str(why_not(sent_by(model), [engine]))
+    assert "ensure_weight_tying: true" in str(why_not(sent_by(model), [{**engine, "quantized": True}]))
+    assert why_not(sent_by(model), [held()]) is None  # an engine with a head of its own takes it
+    named = list(ModelWeights(model).merged())
+    with pytest.raises(SyncError, match="its embeddings: it would drop the other"):
+        list(with_place(named, engine["shapes"], TIED))
+    with pytest.raises(SyncError, match="would drop the other"):  # vLLM's Gemma has no head at all
+        list(with_place(named, engine["shapes"], {}))
+    assert list(with_place(named, held()["shapes"], {})) == named
+
+
+def test_a_head_that_is_one_with_the_embeddings_has_a_place() -> None:
+    options = {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    for model in (
+        tiny_model(tie_word_embeddings=True),
+        get_peft_model(tiny_model(tie_word_embeddings=True), adapter),
+    ):
+        engine = held(tiny_model(tie_word_embeddings=True), tied=TIED, head=False)
+        assert why_not(sent_by(model), [engine]) is None
+        named = list(ModelWeights(model).merged())
+        assert list(with_place(named, engine["shapes"], TIED)) == named
+
+
+@pytest.mark.parametrize(("mode", "ties", "refused"), [("server", True, True), ("server", False, False)])
+def test_trls_own_transfers_refuse_it_by_the_models_configuration(mode: str, ties: bool, refused: bool) -> None:
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(tiny_model(tie_word_embeddings=ties), adapter)
+    engine: Any = SimpleNamespace(model=model, mode=mode, _on_server=False)
+    passed = TRLEngine._with_place(engine, ModelWeights(model).merged())
+    if refused:
+        with pytest.raises(SyncError, match="would drop the other"):
+            list(passed)
+    else:
+        assert "lm_head.weight" in dict(passed)

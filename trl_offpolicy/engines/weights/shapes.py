@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
+
+from trl_offpolicy.engines.engine import SyncError
 
 Shape = Sequence[int]
 
@@ -21,7 +25,7 @@ _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)\.")
 _MIXTURE = re.compile(r"expert|moe")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ADAPTED = re.compile(r"^(?:base_model\.model\.)?(.*)\.lora_([AB])(?:\.default)?\.weight$")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def stack_of(name: str, held: Mapping[str, Any]) -> str | None:
@@ -69,11 +73,68 @@ def why_not(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, Any]]) -> 
             ours, theirs = tuple(shape), tuple(held[key])
             return f"{name} has shape {ours} in the trainer, but {theirs} in the engine"
     reason = _experts(sent, held, answers) or _layers(sent, held)
+    reason = reason or next((why for name in sent if (why := why_head_is_lost(name, held, tied))), None)
     if reason is not None or any(answer["quantized"] for answer in answers):
         return reason
-    if any(answer.get("head") for answer in answers) and _EMBEDDING in sent and _HEAD not in {**sent, **tied}:
-        return f"the engine has a {_HEAD} of its own, which the trainer's model ties to its embeddings"
+    if any(answer.get("head") for answer in answers) and EMBEDDING in sent and HEAD not in {**sent, **tied}:
+        return f"the engine has a {HEAD} of its own, which the trainer's model ties to its embeddings"
     return _siblings(sent, {**held, **dict.fromkeys(tied)})
+
+
+def why_head_is_lost(name: str, held: Collection[str], tied: Mapping[str, str]) -> str | None:
+    """Why the engine would drop a weight that is an output head, in words; None = it is none, or has a place.
+
+    A trainer that ties its head sends it with the embeddings, under their name. vLLM skips a head of its own without a
+    word if the engine's is tied, and would sample from the head that the embeddings give.
+
+    Args:
+        name: of the weight that would be sent.
+        held: names of the engine's weights.
+        tied: names that share another one's tensor in the engine, by that one's name.
+
+    Example:
+        >>> why_head_is_lost("lm_head.weight", ["lm_head.weight", "model.embed_tokens.weight"], {}) is None
+        True
+        >>> tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        >>> str(why_head_is_lost("lm_head.weight", ["model.embed_tokens.weight"], tied)).partition(":")[0]
+        "the trainer has a lm_head.weight that differs from its embeddings, but the engine's head is its embeddings"
+    """
+    if not _is_head(name):
+        return None
+    pairs = {*tied, *tied.values()}
+    # Some of vLLM's models have no head at all and multiply by the embeddings.
+    has_none = any(one.endswith("embed_tokens.weight") for one in held) and not any("lm_head" in one for one in held)
+    if not has_none and not any(map(_is_head, pairs)):
+        return None
+    return (
+        f"the trainer has a {name} that differs from its embeddings, but the engine's head is its embeddings: it would "
+        "drop the other. Leave lm_head and embed_tokens out of the adapter's modules_to_save and target_modules, set "
+        "ensure_weight_tying: true in its LoraConfig so that both stay one, or take a model whose head is not "
+        "tied (tie_word_embeddings: false)"
+    )
+
+
+def _is_head(name: str) -> bool:
+    return f".{name}".endswith(f".{HEAD}")
+
+
+def with_place(
+    weights: Iterable[tuple[str, Tensor]], held: Collection[str], tied: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same names and tensors, for an engine whose weights are not compared before the sync.
+
+    Args:
+        weights: names and tensors to send.
+        held: names of the engine's weights.
+        tied: as for :func:`why_head_is_lost`.
+
+    Raises:
+        SyncError: at an output head that the engine would drop.
+    """
+    for name, tensor in weights:
+        if reason := why_head_is_lost(name, held, tied):
+            raise SyncError(f"The engine cannot take the trainer's weights: {reason}.")
+        yield name, tensor
 
 
 def why_not_adapter(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, Any]]) -> str | None:

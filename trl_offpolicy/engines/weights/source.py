@@ -6,6 +6,7 @@ iterate: gathering is collective.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "modules_to_save.default.")
+from trl_offpolicy.engines.weights.adapters import has_bias, is_lora, require_mergeable, stands_alone
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_SAVED = re.compile(r"\bmodules_to_save\.([^.]+)\.?")  # PEFT's copy of a module that an adapter trains whole
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,31 @@ class ModelWeights:
         """Name and full tensor of every weight, as in a checkpoint (with the experts of a mixture one by one).
 
         The model itself is never changed, because nothing is merged in place.
+
+        Raises:
+            NotImplementedError: at the first weight, if an adapter is more than LoRA on linear layers
+                (:func:`~trl_offpolicy.engines.weights.adapters.require_mergeable`).
         """
         return as_checkpoint(self.model, self._merged())
 
     @torch.no_grad()
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        require_mergeable(self.model)
         seen: set[int] = set()
         for path, module in self.model.named_modules():
-            if _inside_adapter(path):
+            if _inside_adapter(path) or self._is_spare_copy(path):
                 continue
-            parameters = [p for p in module.parameters(recurse=_is_lora(module)) if id(p) not in seen]
-            seen.update(id(p) for p in parameters)
+            parameters = [p for p in module.parameters(recurse=is_lora(module)) if is_lora(module) or id(p) not in seen]
+            # With its adapter a tied weight is a tensor of its own: neither is left out for the other.
+            seen.update(id(p) for p in parameters if not is_lora(module))
             with _gathered(parameters):
                 yield from _own_weights(path, module, parameters)
+
+    def _is_spare_copy(self, path: str) -> bool:
+        """True inside PEFT's copy of a module for an adapter that is not in use, such as TRL's "ref"."""
+        match = _SAVED.search(path)
+        wrapper: Any = None if match is None else self.model.get_submodule(path[: match.start()].rstrip("."))
+        return match is not None and match[1] not in getattr(wrapper, "active_adapters", (match[1],))
 
     @property
     def has_adapter(self) -> bool:
@@ -76,7 +92,7 @@ class ModelWeights:
     @property
     def _adapter_config(self) -> Any:
         config = getattr(self.model, "peft_config", {}).get("default")
-        return config if config is not None and _stands_alone(self.model, config) else None
+        return config if config is not None and stands_alone(self.model, config) else None
 
     @torch.no_grad()
     def adapter(self) -> Adapter | None:
@@ -113,10 +129,6 @@ def as_checkpoint(model: Any, named: Iterator[tuple[str, Tensor]]) -> Iterator[t
         yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
-def _is_lora(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
-
-
 def _inside_adapter(path: str) -> bool:
     parts = path.split(".")
     return "base_layer" in parts or "original_module" in parts or any(part.startswith("lora_") for part in parts)
@@ -124,13 +136,15 @@ def _inside_adapter(path: str) -> bool:
 
 def _own_weights(path: str, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     wanted = {id(p) for p in parameters}
-    if _is_lora(module):
+    if is_lora(module):
         layers = list(_lora_layers(module))
         base: Any = layers[-1].base_layer
         for name, parameter in base.named_parameters(recurse=False):
             if id(parameter) in wanted:
                 full = _full(parameter.data)
-                deltas = [_delta(layer, full) for layer in layers if getattr(layer, "parameter_name", "weight") == name]
+                adapted = [layer for layer in layers if getattr(layer, "parameter_name", "weight") == name]
+                deltas = [_delta(layer, full) for layer in adapted]
+                deltas += [_bias_delta(layer, full) for layer in layers if name == "bias"]
                 yield plain_name(f"{path}.{name}"), sum(deltas, full)
         return
     for name, parameter in module.named_parameters(recurse=False):
@@ -140,7 +154,7 @@ def _own_weights(path: str, module: nn.Module, parameters: list[nn.Parameter]) -
 
 def _lora_layers(module: Any) -> Iterator[Any]:
     """The LoRA layers from outside in; PEFT nests one for each parameter that it adapts (``target_parameters``)."""
-    while _is_lora(module):
+    while is_lora(module):
         yield module
         module = module.base_layer
 
@@ -153,14 +167,20 @@ def _delta(module: Any, weight: Tensor) -> Tensor:
             total += _full(module.get_delta_weight(name)).to(weight.dtype)
         return total
     for name in module.active_adapters:
-        if module.use_dora.get(name, False) or name not in module.lora_A:
-            raise NotImplementedError(
-                f"adapter {name!r} must be plain LoRA on linear layers to be merged for the engine, but it is DoRA or "
-                "an embedding's. Use use_dora=False and leave embeddings out of target_modules."
-            )
+        if name not in module.lora_A:  # it does not touch this layer
+            continue
         up, down = _full(module.lora_B[name].weight), _full(module.lora_A[name].weight)
         delta = module.scaling[name] * (up.float() @ down.float())
         total += (delta.T if getattr(module, "fan_in_fan_out", False) else delta).to(weight.dtype)
+    return total
+
+
+def _bias_delta(module: Any, bias: Tensor) -> Tensor:
+    """The sum of scale * the bias of B over the active adapters with ``lora_bias``, in the base bias's dtype."""
+    total = torch.zeros_like(bias)
+    for name in module.active_adapters:
+        if name in module.lora_A and has_bias(module, name):
+            total += (module.scaling[name] * _full(module.lora_B[name].bias).float()).to(bias.dtype)
     return total
 
 
@@ -169,7 +189,7 @@ def plain_name(name: str) -> str:
     name = name.removeprefix("base_model.model.")
     for part in _WRAPPERS:
         name = name.replace(part, "")
-    return name
+    return _SAVED.sub("", name)
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -186,15 +206,6 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
 
     gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
     return gathered
-
-
-def _stands_alone(model: nn.Module, config: Any) -> bool:
-    """True if base model + LoRA on linear layers is the whole policy, which vLLM can then hot-load."""
-    plain = getattr(config, "peft_type", None) == "LORA" and getattr(config, "bias", "none") == "none"
-    extras = [getattr(config, name, None) for name in ("modules_to_save", "use_dora", "target_parameters")]
-    on_head = any("lm_head" in name or "embed" in name for name, _ in model.named_parameters() if "lora_" in name)
-    trained = all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
-    return plain and not any(extras) and not on_head and trained
 
 
 def _plain(value: Any) -> Any:
