@@ -3,9 +3,10 @@
     python benchmarks/recording_cost.py [--rows 64] [--length 4096] [--micro-batches 4] [--steps 7] [--tokenizer FOLDER]
 
 CPU time of one process by step, medians: handing the tensors over (``add``, in the loss step) and writing them
-(``flush``, at the logging step), the decoding of prompts and responses apart. Without ``--tokenizer`` a word stands for
-each id. Responses are a quarter to the whole of ``--length`` long. The last line says how long a step must take for
-recording to be 1 % of it.
+(``flush``, at the logging step), the decoding of prompts and responses apart. Without ``--tokenizer`` it is that of
+``.cache/SmolLM2-135M-Instruct``; where that is absent, or with ``--tokenizer none``, a word stands for each id.
+Responses are a quarter to the whole of ``--length`` long. The last line says how long a step must take for recording to
+be 1 % of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from trl_offpolicy.run_folder.writer import RolloutRecorder
 
 PROMPT, VOCABULARY = 128, 40_000
+TOKENIZER = Path(__file__).resolve().parents[1] / ".cache" / "SmolLM2-135M-Instruct"
+NONE = "none"
 
 
 def micro_batch(rows: int, length: int, generator: torch.Generator) -> dict[str, Tensor | None]:
@@ -45,9 +48,9 @@ def micro_batch(rows: int, length: int, generator: torch.Generator) -> dict[str,
     }  # fmt: skip
 
 
-def decoder(folder: str | None) -> Callable[[list[int]], str]:
-    """A tokenizer's ``decode``, or a stand-in."""
-    if folder is None:
+def decoder(folder: str) -> Callable[[list[int]], str]:
+    """A tokenizer's ``decode``, or for :data:`NONE` a stand-in."""
+    if folder == NONE:
         return lambda ids: " word" * len(ids)
     from transformers import AutoTokenizer
 
@@ -60,7 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"rows": 64, "length": 4096, "micro-batches": 4, "steps": 7}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--tokenizer", help="folder or name")
+    default = str(TOKENIZER) if TOKENIZER.is_dir() else NONE
+    parser.add_argument("--tokenizer", default=default, help=f"folder or name, or {NONE}; here {default}")
     args = parser.parse_args()
     decode, decoding = decoder(args.tokenizer), [0.0]
 
@@ -88,7 +92,8 @@ def main() -> None:
                                          strict=True):  # fmt: skip
                     values.append(value)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"{args.rows} x {args.length}: " + ", ".join(f"{name} {value:.3f} s" for name, value in medians.items()))
+    parts = ", ".join(f"{name} {value:.3f} s" for name, value in medians.items())
+    print(f"{args.rows} x {args.length}, tokenizer {args.tokenizer}: {parts}")
     print(f"1 % of a step of {100 * (medians['add'] + medians['flush']):.0f} s")
 
 

@@ -414,11 +414,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", type=int, choices=range(len(SHAPES)), help="only this shape of --all")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     args = parser.parse_args()
-    if args.quick:
-        vars(args).update(QUICK)
     if args.only is not None:
         args.prompt, args.completion, args.group = SHAPES[args.only]
         args.lengths = "tail"
+    if args.quick:
+        vars(args).update(QUICK)
     return args
 
 
@@ -429,7 +429,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = args.out or Path(folder) / "shapes.jsonl"
             given = [word for word in sys.argv[1:] if word != "--all"]
-            for number in range(len(SHAPES)):
+            for number in range(1 if args.quick else len(SHAPES)):  # with --quick all have the same small sizes
                 command = [sys.executable, __file__, *given, "--out", str(out), "--only", str(number)]
                 subprocess.run(command, check=True)
         return

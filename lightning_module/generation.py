@@ -385,6 +385,7 @@ class Generation:
             with self._timed("scoring"):
                 rows = self._generate(step)
             self._buffer = RolloutBuffer.split(step.generation, rows, step.plan, module.compact.splitting(step.plan))
+            module.compact.scoring.shared.look_at(self._buffer.micro_batches)
         self._position = step.position + 1
         self._window = step.plan.window
         return self._buffer.micro_batches[step.slot]

@@ -22,6 +22,26 @@ def run(*flags: str) -> str:
     return done.stdout
 
 
+def test_quick_sizes_are_those_of_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also of the commands that ``--all`` starts for its shapes."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_profile
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(step_profile.subprocess, "run", lambda command, check: commands.append(command))
+
+    def sizes(*flags: str) -> dict[str, object]:
+        monkeypatch.setattr(sys, "argv", ["step_profile.py", *flags])
+        found = vars(step_profile.parsed())
+        return {name: found[name] for name in step_profile.QUICK}
+
+    assert sizes("--quick") == sizes("--quick", "--only", "2") == step_profile.QUICK
+    assert (sizes("--only", "2")["prompt"], sizes("--only", "2")["group"]) == (1024, 8)
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--quick", "--all", "--out", str(tmp_path / "out")])
+    step_profile.main()
+    assert [sizes(*command[2:]) for command in commands] == [step_profile.QUICK]
+
+
 @pytest.mark.slow
 def test_the_parts_add_up_without_an_engine(tmp_path: Path) -> None:
     out = tmp_path / "profile.jsonl"

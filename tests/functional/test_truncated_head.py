@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
+from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, _add_product, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, truncated_support
 
 N, H, V = 13, 5, 31
@@ -246,6 +246,37 @@ def test_memory_is_that_of_a_tile(cut: Truncation, count: int) -> None:
     assert 7 * tile * vocabulary < forward.peak < forwards * tile * vocabulary + small
     assert 7 * tile * vocabulary < backward.peak < backwards * tile * vocabulary + small
     assert forward.largest == backward.largest == tile * vocabulary
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_in_16_bits_is_converted_in_blocks_on_a_cpu(autocast: bool) -> None:
+    """Not as a whole, which would be 4 bytes x V x H for every tile; and the sum is that in float32."""
+    states, vocabulary, tile, count = 256, 9000, 16, 40
+    kind = torch.float32 if autocast else torch.bfloat16
+    hidden = torch.randn(count, states, dtype=kind, requires_grad=True)
+    weight, targets = 0.1 * torch.randn(vocabulary, states, dtype=kind), torch.randint(vocabulary, (count,))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = truncated_log_probs(hidden, weight, targets, tile=tile)
+    with Storages() as backward:
+        out.log_probs.sum().backward()
+    block = 4 * 2048 * (states + tile)
+    small = 100 * count + 8 * states * count
+    head = 2 * vocabulary * states  # autocast's copy; without it the head itself, of which views are made
+    assert backward.peak < 12 * tile * vocabulary + head + block + small < head + 4 * vocabulary * states
+    assert hidden.grad is not None
+    probs = (hidden.bfloat16() @ weight.bfloat16().T).float().softmax(-1).detach()
+    grad = (torch.nn.functional.one_hot(targets, vocabulary) - probs).bfloat16().float()
+    torch.testing.assert_close(hidden.grad.float(), grad @ weight.bfloat16().float(), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 5000, 7), (5000, 3, 7), (2048, 2049, 2), (0, 5, 7)])
+def test_products_in_blocks(shape: tuple[int, int, int]) -> None:
+    rows, inner, columns = shape
+    left, right = torch.randn(rows, inner).bfloat16(), torch.randn(inner, columns).bfloat16()
+    total = torch.ones(rows, columns)
+    _add_product(total, left, right)
+    expected = (1.0 + left.double() @ right.double()).float()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_sharded_head_is_gathered_in_the_backward() -> None:

@@ -14,6 +14,7 @@ from lightning_runs import OwnMismatch, Played, Watch, data, module, trainer
 from tiny_models import WORDS, tiny_model
 
 from trl_offpolicy.rollouts import micro_batches
+from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 
 PROMPTS = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 4 + i % 7]) for i in range(24)]})
 LIMIT = 1e-4
@@ -78,6 +79,24 @@ def test_the_steps_are_those_of_the_plain_path(name: str, tmp_path: Path, monkey
     for one, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert max(float(gradient.abs().max()) for gradient in other.values()) > 1e-3
         assert distance(one, other) < LIMIT
+
+
+@pytest.mark.integration
+def test_no_forward_of_the_loss_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides how it passes is on the host since the split, also in a second pass over a generation."""
+    original, known = SharedPrefix.prompts, []
+
+    def prompts(self: SharedPrefix, model: Any, ids: Any, mask: Any, width: int, seen: Any = None) -> Any:
+        if torch.is_grad_enabled():
+            known.append(seen is not None)
+            if seen is not None:
+                expected = torch.where(mask.bool(), ids, -1)
+                assert torch.equal(torch.from_numpy(seen), expected)
+        return original(self, model, ids, mask, width, seen)
+
+    monkeypatch.setattr(SharedPrefix, "prompts", prompts)
+    run(tmp_path, None, 2, {"share_prefix": True}, {"steps_per_generation": 2, "num_iterations": 2})
+    assert known == [True] * 6
 
 
 @pytest.mark.integration

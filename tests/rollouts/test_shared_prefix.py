@@ -11,13 +11,16 @@ import torch
 from rollouts.plain_and_shared import KINDS, LIMIT, assert_equal, both, model_of, rows_of, scores
 from tiny_models import tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
 
+from trl_offpolicy.rollouts import micro_batches
 from trl_offpolicy.rollouts.prompts import Prompts, different_prompts
 from trl_offpolicy.rollouts.shared_prefix import (
+    _FIXED_ROPE,
     PROVED,
     SharedPrefix,
     prompts_once,
@@ -150,6 +153,68 @@ def test_padding_alone_may_pay(share: Any, drop: bool, expected: int | None) -> 
     assert (None if found is None else len(found.ids)) == expected
 
 
+class Waits(TorchDispatchMode):
+    """The operations inside that would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        boolean = name == "index" and any(one is not None and one.dtype == torch.bool for one in args[1])
+        if boolean or name in ("nonzero", "_local_scalar_dense", "equal", "unique_dim", "_unique2", "masked_select"):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_forward_of_known_rows_does_not_wait_for_the_device(
+    known: bool, share: bool, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of others it makes one copy on the host. Nothing else may read a value, as a GPU could not go on."""
+    monkeypatch.setattr(micro_batches, "LEAST_SAVED", 1)
+    rows, model = rows_of(3, 4, prompt=30, mixed=mixed), model_of("llama")
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    shared = SharedPrefix(share, counted=True, drop_padding=True)
+    if known:
+        shared.look_at([rows_of(2, 2), rows])
+    copies: list[int] = []
+    original = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.numel()) or original(self))
+    with Waits() as waits:
+        prompts = shared.prompts(model, ids, mask, 30, shared.seen(rows))
+        assert prompts is not None and prompts.are_shared is share
+        logps = scores(model, rows, prompts, counted=True)
+        logps.sum().backward()
+    assert copies == ([] if known else [ids.numel()]) and not waits.seen
+    torch.testing.assert_close(logps, scores(model, rows, None, counted=True), rtol=LIMIT, atol=LIMIT)
+    with Waits() as waits:  # of prompts that nobody has looked at
+        scores(model, rows, different_prompts(rows["prompt_ids"], rows["prompt_mask"]), counted=True)
+    assert waits.seen == ["nonzero", "nonzero"]
+
+
+def test_rows_are_known_as_long_as_they_are_the_same() -> None:
+    shared = SharedPrefix("auto", counted=True)
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        rows = rows_of(2, 3)
+        shared.look_at([rows])
+        assert (shared.seen(dict(rows)) >= 0).tolist() == torch.cat(
+            [rows["prompt_mask"], rows["completion_mask"]], 1
+        ).bool().tolist()  # fmt: skip
+        assert shared.seen({**rows, name: rows[name].clone()}) is None
+        rows[name][0] = 0
+        assert shared.seen(rows) is None
+    del rows
+    assert not len(shared._rows._known)
+    off = SharedPrefix(False, counted=True)
+    off.look_at([rows_of(2, 3)])
+    assert not len(off._rows._known)
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -166,6 +231,7 @@ def test_refusals(changed: dict[str, Any], kind: str, match: str) -> None:
 @pytest.mark.parametrize(("rope", "varies"), [
     ({"rope_type": "default"}, None),
     ({"rope_type": "llama3", "factor": 8.0}, None),
+    ({"rope_type": "proportional", "factor": 8.0}, None),
     ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
     ({"type": "longrope"}, "'longrope'"),
     ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, "'longrope'"),
@@ -175,6 +241,23 @@ def test_rotary_embeddings_that_read_the_width(rope: dict[str, Any], varies: str
     model.config.rope_parameters = rope
     found = varying_rope(model)
     assert found is None if varies is None else found is not None and varies in found
+
+
+def test_the_fixed_ones_are_those_whose_angles_do_not_change_with_the_length() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    varying = set()
+    for kind, angles_of in ROPE_INIT_FUNCTIONS.items():
+        config = model_of("llama").config
+        config.rope_parameters = {
+            "rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, **factors,
+        }  # fmt: skip
+        short, long = (angles_of(config, torch.device("cpu"), seq_len=size)[0] for size in (16, 100_000))
+        if not torch.equal(short, long):
+            varying.add(kind)
+    assert varying == set(ROPE_INIT_FUNCTIONS) - set(_FIXED_ROPE) == {"dynamic", "longrope"}
 
 
 def test_models_that_are_not_proved() -> None:
@@ -196,6 +279,33 @@ def test_auto_says_once_why_it_does_not_share(caplog: pytest.LogCaptureFixture) 
         shared.prepare(model)
         assert not shared.possible(model)
     assert [record.message.count("sliding windows") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(("mode", "drop"), [("auto", False), (False, True)])
+def test_the_trainers_reason_holds_for_every_model(mode: Any, drop: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A reference, or the model of the old policy, may be met later."""
+    shared, policy, reference = (
+        SharedPrefix(mode, counted=True, drop_padding=drop),
+        model_of("llama"),
+        model_of("qwen3"),
+    )
+    shared.prepare(policy, refused="it is Monday")
+    assert not shared.possible(policy) and not shared.possible(reference)
+    assert caplog.text.count("it is Monday") == (1 if mode == "auto" else 0)
+    shared = SharedPrefix(mode, counted=True, drop_padding=drop)
+    shared.prepare(policy)
+    assert shared.possible(policy) and shared.possible(reference)
+
+
+def test_true_is_an_error_for_every_model_that_is_refused() -> None:
+    policy, reference = model_of("llama"), model_of("mistral", sliding_window=4)
+    with pytest.raises(ValueError, match=r"got true: the model has sliding windows"):
+        SharedPrefix(True, counted=True).prepare(policy, reference)
+    shared = SharedPrefix(True, counted=True)
+    shared.prepare(policy)
+    with pytest.raises(ValueError, match=r"got true: the model has sliding windows"):
+        shared.possible(reference)  # not known at the start
+    assert shared.possible(policy)
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check
@@ -270,6 +380,34 @@ def test_a_model_that_differs_is_not_shared(
     assert "differ from the plain path" in caplog.text
     with pytest.raises(RuntimeError, match="share_prefix must be auto or false here, but got true: on the first batch"):
         checked(True, scorer(model, spoil), model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_check_works_with_gradient_checkpointing(reentrant: bool) -> None:
+    """The reentrant kind hides weights from ``torch.autograd.grad``; it is back after the check."""
+    model, layers = model_of("llama"), []
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.model.layers[0].register_forward_pre_hook(lambda *_: layers.append(1))
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert checked(True, scorer(model), model)[1]
+    assert len(layers) == 8  # four scorings, each layer once more in the backward
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == before
+    assert not checked("auto", scorer(model, lambda logps: logps + 0.02 * (logps - logps.detach())), model)[1]
+
+
+def test_a_check_that_fails_is_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("llama")
+
+    def broken(logps: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel for these rows.")
+
+    shared, equal = checked("auto", scorer(model, broken), model)
+    assert not equal and not shared.possible(model)
+    assert "the plain path (NotImplementedError: no kernel for these rows)." in caplog.text
+    with pytest.raises(RuntimeError, match=r"got true: .* \(NotImplementedError: no kernel for these rows\)"):
+        checked(True, scorer(model, broken), model)
+    assert "forward" not in model.model.__dict__  # the plain path is as it was
 
 
 def test_keys_without_gradient_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from tiny_models import WORDS, save_tiny_model, score_last_word, tiny_model, tin
 from torch import Tensor
 from trainer_runs import Engine, rollouts
 from trainer_specs import spec_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM
 
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.presets.parsing import LOSS_TYPES
-from trl_offpolicy.rollouts import micro_batches
+from trl_offpolicy.rollouts import micro_batches, prompts
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 from trl_offpolicy.trl.checks import stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
@@ -293,6 +293,25 @@ def test_rows_keep_their_width_where_padding_changes_log_probs(
     assert set(forwards()) == {rows["prompt_ids"].shape[1] + rows["completion_ids"].shape[1]}
 
 
+def test_rows_keep_their_width_where_positions_count_padding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a forward of one width old and current log-probs would differ where no weight has moved."""
+    size = len(tiny_tokenizer())
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=size, d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, use_cache=False,
+        dropout=0.0, max_position_embeddings=64, init_std=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    trainer = trainer_of(tmp_path, model=BartForCausalLM(config), share_prefix="auto")
+    assert caplog.text.count("trim_padding keeps every column: this model's positions are absolute") == 1
+    rows = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    old = trainer._score(trainer.model, rows, batch_size=3)[0]
+    assert any(not mask.all() for mask in (rows["prompt_mask"], rows["completion_mask"]))
+    parts = trainer._compact.split(rows, PARTS)
+    assert {part["prompt_ids"].shape[1] for part in parts} == {rows["prompt_ids"].shape[1]}
+    current = torch.cat([trainer._score(trainer.model, part)[0] for part in parts])
+    torch.testing.assert_close(current, old, rtol=LIMIT, atol=LIMIT)
+
+
 def test_widths_stay_multiples_in_scoring_and_prompts_are_not_shared(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"share_prefix must .* but got true: pad_to_multiple_of wants widths"):
         trainer_of(tmp_path, pad_to_multiple_of=4)
@@ -301,6 +320,47 @@ def test_widths_stay_multiples_in_scoring_and_prompts_are_not_shared(tmp_path: P
     forwards = counted_widths(trainer)
     trainer._score(trainer.model, rows, batch_size=3)
     assert all(width % 4 == 0 for width in forwards())
+    other = trainer_of(tmp_path / "reference", pad_to_multiple_of=4, share_prefix="auto", beta=0.1)
+    assert other.ref_model is not None and not other._compact._shared.possible(other.ref_model)
+
+
+def test_rows_stay_in_their_order_where_they_are_not_to_be_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``share_prefix: auto`` shares what meets by chance; ``true`` brings groups together."""
+    monkeypatch.setattr(micro_batches, "LEAST_SAVED", 1)
+    for trim in (False, "columns"):
+        for share, moves in (("auto", False), (True, True)):
+            trainer = trainer_of(tmp_path, trim_padding=trim, share_prefix=share)
+            count = ROWS * PARTS
+            groups = torch.arange(count) % PARTS
+            ids = groups[:, None].expand(-1, 40) + 3
+            rows = {"prompt_ids": ids, "completion_ids": ids[:, :2], "group_ids": groups}
+            rows |= {"prompt_mask": torch.ones_like(ids), "completion_mask": torch.ones_like(ids[:, :2])}
+            parts = trainer._compact.split(rows, PARTS)
+            found = torch.cat([part["group_ids"] for part in parts])
+            assert torch.equal(found, groups) is not moves
+
+
+def test_no_forward_of_the_loss_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides how it passes is on the host since the split."""
+
+    class Looked(Exception):
+        pass
+
+    def look(*_: Any) -> Any:
+        raise Looked
+
+    trainer = trainer_of(tmp_path)
+    rows = generated(trainer, next(iter(trainer.get_train_dataloader())))
+    parts = trainer._compact.split(rows, PARTS)
+    first = step(trainer, parts)  # compares the first batch with the plain path
+    monkeypatch.setattr(prompts, "on_host", look)
+    forwards = counted_forwards(trainer)
+    assert step(trainer, parts)[0] == pytest.approx(first[0], abs=1e-6)
+    assert forwards() == {"plain": 0, "shared": PARTS}
+    with pytest.raises(Looked):  # other rows are not taken for these
+        step(trainer, [{**parts[0], "completion_mask": parts[0]["completion_mask"].clone()}])
 
 
 def test_gradient_checkpointing_shares_as_well(tmp_path: Path) -> None:

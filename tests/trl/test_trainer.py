@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.rollouts.clock import TIME_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
+from trl_offpolicy.run_folder.writer import RolloutRecorder
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -124,6 +126,27 @@ def test_every_diagnostic_reaches_metrics_jsonl(
         assert all(isinstance(row[key], float) and math.isfinite(row[key]) for key in expected)
     assert rows[0]["offpolicy/mismatch/nonfinite_fraction"] == 0
     assert 0 < rows[0]["offpolicy/keep/dropped_token_fraction"] < 1
+
+
+def test_writing_rollouts_is_part_of_recording(
+    build: Callable[..., OffPolicyGRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It happens when TRL logs, after its ``step_time`` has ended."""
+    original = RolloutRecorder.flush
+
+    def slow(self: RolloutRecorder) -> None:
+        time.sleep(0.3)
+        original(self)
+
+    monkeypatch.setattr(RolloutRecorder, "flush", slow)
+    trainer = build(Engine(noise=0.3))
+    trainer.train()
+    rows = [row for row in records(trainer) if "step_time" in row]
+    assert rows
+    for row in rows:
+        assert row["offpolicy/time/recording"] > 0.3
+        total = sum(row[f"offpolicy/time/{name}"] for name in TIME_METRICS)
+        assert row["step_time"] + 0.3 < total < row["step_time"] + row["offpolicy/time/recording"] + 1e-3
 
 
 def test_a_known_mismatch_is_measured_and_corrected(build: Callable[..., OffPolicyGRPOTrainer]) -> None:

@@ -14,6 +14,8 @@ from trl_offpolicy.functional.truncated_sampling import KeptIds, Support, Trunca
 
 TILE = 128
 """Tokens per tile, by default. With a vocabulary of 150,000 a tile and its exponentials are 154 MB."""
+_BLOCK = 2048
+"""Rows of a head in 16 bits that a CPU converts at a time."""
 
 
 class TruncatedLogProbs(NamedTuple):
@@ -70,9 +72,11 @@ def truncated_log_probs(
 
     Memory: nothing has the size N x V. In float32 forward and backward hold at most ``8 bytes x tile x V`` above their
     inputs if nothing is cut; with a cut the forward holds 28 (top-p sorts, with positions in int64), the backward 20. A
-    softcap adds 4 to the backward, which also holds float32 gradients of hidden and weight. The inputs and four numbers
-    per token are kept for the backward, and under autocast one copy of the weight in that dtype. Time: the backward
-    projects again, as TRL's head does, and top-p sorts the vocabulary at each token.
+    softcap adds 4 to the backward, which also holds float32 gradients of hidden and weight. In 16 bits a tile's
+    projection and its gradient are held in these as well (2 bytes x tile x V each), and on a CPU blocks of the operands
+    in float32. Under autocast each of the two passes makes a copy of the weight in that dtype. The inputs and four
+    numbers per token are kept for the backward. Time: the backward projects again, as TRL's head does, and top-p sorts
+    the vocabulary at each token.
 
     Args:
         hidden: (N, H) last hidden states.
@@ -299,5 +303,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    else:  # the CPU has no such product: a copy in float32, a block of the vocabulary at a time
+        for rows in _tiles(len(total), _BLOCK):
+            for inner in _tiles(len(right), _BLOCK):
+                total[rows].addmm_(left[rows, inner].to(total.dtype), right[inner].to(total.dtype))

@@ -68,7 +68,7 @@ class StepWindow:
         self._responses += len(batch.mask)
 
     def close(self, reduce: Callable[[Tensor], Tensor] | None = None) -> StepSums:
-        """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
+        """The sums as numbers, over all ranks with ``reduce``; begins the next step. Waits for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
         nonfinite, kl, tokens, entropy, acting, sampled, discrepancy = sums.tolist()

@@ -52,7 +52,7 @@ def splitting_of(
     return Splitting(
         window=window,
         trim=trim is not False,
-        sort=free and (sorts(trim) or groups is True),
+        sort=free and (sorts(trim) or groups is True),  # "auto" moves no rows that trim_padding leaves in their order
         whole_groups=groups,
         multiple=multiple,
         balance=free and trim == "ranks",
@@ -83,6 +83,7 @@ class CompactScoring:
         size: int | None = None,
         *,
         in_order: bool = False,
+        seen: Any = None,
     ) -> Columns:
         """The columns of ``forward`` for all rows, in their order. Right of a forward's own width they hold 0.
 
@@ -94,6 +95,7 @@ class CompactScoring:
             length: T.
             size: rows per forward; None = all, in the columns that they have (the loss step).
             in_order: rows meet in a forward as they come, in their full width.
+            seen: all rows on the host (:meth:`.SharedPrefix.seen`), for a single forward of them; None = unknown.
         """
         width, size = ids.shape[1] - length, size or len(ids)
         if in_order or not self.trim or size >= len(ids):
@@ -107,13 +109,16 @@ class CompactScoring:
             own_ids, own_mask = (ids, mask) if len(chunks) == 1 else (ids[rows_here], mask[rows_here])
             kept = used_columns(own_mask, width, multiple=self.multiple) if cut else slice(0, ids.shape[1])
             own = own_ids[:, kept], own_mask[:, kept]
-            parts.append(self._forward(forward, model, *own, width - kept.start, rows_here))
+            known = seen if len(chunks) == 1 and not cut else None
+            parts.append(self._forward(forward, model, *own, width - kept.start, rows_here, known))
         return parts[0] if len(parts) == 1 and not cut else _joined(parts, chunks, length)
 
-    def _forward(self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int, rows: Tensor) -> Columns:
+    def _forward(
+        self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int, rows: Tensor, seen: Any
+    ) -> Columns:
         """One forward, in which prompts are computed once if that pays."""
         length = ids.shape[1] - width
-        prompts = self.shared.prompts(model, ids, mask, width) if width else None
+        prompts = self.shared.prompts(model, ids, mask, width, seen) if width else None
         if prompts is None:
             return forward(model, ids, mask, length, rows)
 

@@ -82,8 +82,13 @@ def lengths_of(rows: Mapping[str, Tensor]) -> Lengths:
 
 def same_rows(ids: Tensor) -> list[int]:
     """For each row of (B, L) its number among the different rows, in the order of their first appearance."""
+    return numbered(ids.cpu().numpy())
+
+
+def numbered(rows: Any) -> list[int]:
+    """The same of rows in a numpy array."""
     known: dict[bytes, int] = {}
-    return [known.setdefault(row.tobytes(), len(known)) for row in ids.cpu().contiguous().numpy()]
+    return [known.setdefault(row.tobytes(), len(known)) for row in rows]
 
 
 def _used(mask: Tensor) -> Tensor:

@@ -99,7 +99,9 @@ class Scorer:
             return self._with_images(model, ids, mask, length, size, images, aux_loss=aux_loss, kept=kept)
         compact = _AS_THEY_ARE if self.compact is None or in_order else self.compact
         forward = partial(self._forward, aux_loss=aux_loss, kept=kept)
-        return Scores(*compact(forward, model, ids, mask, length, batch_size, in_order=aux_loss))  # type: ignore[arg-type]
+        seen = compact.shared.seen(rows)
+        columns = compact(forward, model, ids, mask, length, batch_size, in_order=aux_loss, seen=seen)
+        return Scores(*columns)  # type: ignore[arg-type]
 
     def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
         """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer would have cut."""

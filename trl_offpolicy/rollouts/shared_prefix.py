@@ -11,15 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trl_offpolicy.rollouts import one_sequence
 from trl_offpolicy.rollouts.micro_batches import saving_pays
 from trl_offpolicy.rollouts.model_parts import innermost, is_flattened
-from trl_offpolicy.rollouts.prompts import Prompts, different_prompts, own_prompts
+from trl_offpolicy.rollouts.prompts import Prompts, SeenRows, prompts_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ SharePrefix = Literal["auto", True, False]
 
 PROVED = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of the models whose loss and gradient are tested equal."""
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+_FIXED_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary embeddings whose angles depend on the position alone, not on how long the input is."""
 _LEAST, _OF_NOISE = 1e-3, 4.0
 """Largest differences that the first batch may show: absolute and relative, or a multiple of the plain path's own."""
@@ -142,51 +144,78 @@ class SharedPrefix:
         self.mode = mode
         self.drop_padding = drop_padding
         self._counted = counted
+        self._refused: str | None = None
         self._reasons: dict[int, str | None] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._said: set[str] = set()
+        self._rows = SeenRows()
 
-    def prepare(self, model: Any, *, refused: str | None = None) -> None:
-        """Look at the model once, before training.
+    def prepare(self, *models: Any, refused: str | None = None) -> None:
+        """Look at the models once, before training.
 
         Args:
-            model: the policy.
-            refused: the trainer's own reason against it.
+            models: the policy, and others that are known by now; one that is met later is looked at then.
+            refused: the trainer's own reason, against every model.
 
         Raises:
             ValueError: the option is true, but it is refused.
         """
-        reason = self._reasons[id(backbone_of(model))] = refused or refusal(model)
-        if reason is not None:
-            self._refuse(reason)
+        self._refused = refused
+        if refused is not None:
+            self._refuse(refused)
+            return
+        for model in models:
+            self._look_at(model)
 
     def possible(self, model: Any) -> bool:
-        """True if rows of this model can pass as one sequence, and the options want it."""
-        if self.mode is False and not self.drop_padding:
+        """True if rows of this model can pass as one sequence, and the options want it.
+
+        Raises:
+            ValueError: the option is true, but a model that :meth:`prepare` did not see is refused.
+        """
+        if self._refused is not None or (self.mode is False and not self.drop_padding):
             return False
         key = id(backbone_of(model))
         if key not in self._reasons:
-            self._reasons[key] = refusal(model)
-            if (reason := self._reasons[key]) is not None:
-                self._say(reason)
+            self._look_at(model)
         return self._reasons[key] is None
 
-    def prompts(self, model: Any, ids: Tensor, mask: Tensor, width: int) -> Prompts | None:
+    def _look_at(self, model: Any) -> None:
+        reason = self._reasons[id(backbone_of(model))] = refusal(model)
+        if reason is not None:
+            self._refuse(reason)
+
+    def look_at(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Copy the rows of a new generation's micro-batches to the host, where the device is waited for anyway.
+
+        The forwards of their losses then need not wait (:meth:`seen`).
+        """
+        if self._refused is None and (self.mode is not False or self.drop_padding):
+            for rows in micro_batches:
+                self._rows.look_at(rows)
+
+    def seen(self, rows: Mapping[str, Any]) -> Any:
+        """What :meth:`prompts` takes by this name, for a micro-batch; None if it was not looked at."""
+        return self._rows.of(rows)
+
+    def prompts(self, model: Any, ids: Tensor, mask: Tensor, width: int, seen: Any = None) -> Prompts | None:
         """The prompts of (B, P + T) rows if these are to pass as one sequence, else None.
+
+        Where the model allows it at all, the rows are read on the host. That waits for the device if nobody has.
 
         Args:
             model: the model.
             ids: (B, P + T).
             mask: (B, P + T).
             width: P.
+            seen: these rows as :meth:`seen` has them; None = they are copied.
         """
         if len(ids) < 2 or not self.possible(model):
             return None
-        of = different_prompts if self.mode is not False else own_prompts
-        found = of(ids[:, :width], mask[:, :width])
+        found, present = prompts_of_rows(ids, mask, width, shared=self.mode is not False, seen=seen)
         if self.mode is True and found.are_shared:
             return found
-        tokens = ids.numel() if not self.drop_padding else int(mask.sum())
+        tokens = ids.numel() if not self.drop_padding else present
         copies = found.mask.shape[1] * (len(ids) - len(found.ids))
         return found if saving_pays(ids.numel() - tokens + copies, ids.numel()) else None
 
@@ -198,7 +227,7 @@ class SharedPrefix:
         """Compare log-probs and gradient of two rows of one prompt with the plain path, once for each whole model.
 
         A model of which nothing is trainable now (a policy with its adapter switched off is its own reference) is
-        checked without gradient, and again when it is.
+        checked without gradient, and again when it is. A comparison that fails with an error counts as a difference.
 
         Args:
             model: the model, without the wrapper of a strategy.
@@ -211,7 +240,7 @@ class SharedPrefix:
             False if they differ and the option is "auto"; the model is then never shared.
 
         Raises:
-            RuntimeError: they differ, and the option is true.
+            RuntimeError: they differ, or cannot be compared, and the option is true.
         """
         if is_sharded(model):  # its forwards are collective, and other ranks may have no rows to compare
             return True
@@ -222,7 +251,7 @@ class SharedPrefix:
             return True
         self._checked.add(key)
         ids, mask = ids[rows], mask[rows]
-        pair = (different_prompts if prompts.are_shared else own_prompts)(ids[:, :width], mask[:, :width])
+        pair, _ = prompts_of_rows(ids, mask, width, shared=prompts.are_shared)
 
         def shared() -> Tensor:
             return score(ids[:, width - 1 :], mask[:, width - 1 :], self.context(model, pair))
@@ -230,27 +259,65 @@ class SharedPrefix:
         def alone() -> Tensor:
             return torch.cat([score(ids[[i]], mask[[i]], None) for i in range(len(rows))])
 
-        found = _differences(model, mask[:, width:].bool(), lambda: score(ids, mask, None), shared, alone)
-        if all(difference <= max(_LEAST, _OF_NOISE * noise) for difference, noise in found):
+        try:
+            found = _differences(model, mask[:, width:].bool(), lambda: score(ids, mask, None), shared, alone)
+            reason = _too_far(found)
+        except Exception as error:  # of a model's code or a kernel's; the plain path may well work
+            text = f"{type(error).__name__}: {error}".rstrip(".")
+            reason = f"the first batch could not be compared with the plain path ({text})"
+            if self.mode is True:
+                raise RuntimeError(self._message(reason)) from error
+        if reason is None:
             return True
-        (logps, logp_noise), (gradient, gradient_noise) = found
-        reason = (
-            f"on the first batch log-probs differ from the plain path by {logps:.2g} nats (which differs from itself "
-            f"by {logp_noise:.2g}), the gradient by {gradient:.2g} of its norm ({gradient_noise:.2g})"
-        )
         self._reasons[key[0]] = reason
         self._refuse(reason, error=RuntimeError)
         return False
 
+    def _message(self, reason: str) -> str:
+        return f"share_prefix must be auto or false here, but got true: {reason}."
+
     def _refuse(self, reason: str, error: type[Exception] = ValueError) -> None:
         if self.mode is True:
-            raise error(f"share_prefix must be auto or false here, but got true: {reason}.")
+            raise error(self._message(reason))
         self._say(reason)
 
     def _say(self, reason: str) -> None:
         if self.mode is not False and reason not in self._said:
             self._said.add(reason)
             logger.warning("share_prefix: auto computes every prompt for each of its rows, and padding: %s.", reason)
+
+
+def _too_far(found: Sequence[tuple[float, float]]) -> str | None:
+    """What is wrong with these differences of log-probs and gradient; None if they are small."""
+    if all(difference <= max(_LEAST, _OF_NOISE * noise) for difference, noise in found):
+        return None
+    (logps, logp_noise), (gradient, gradient_noise) = found
+    return (
+        f"on the first batch log-probs differ from the plain path by {logps:.2g} nats (which differs from itself "
+        f"by {logp_noise:.2g}), the gradient by {gradient:.2g} of its norm ({gradient_noise:.2g})"
+    )
+
+
+@contextmanager
+def _other_checkpointing(model: nn.Module) -> Iterator[None]:
+    """A context in which gradient checkpointing is that without reentrance.
+
+    The other kind hides the weights of its layers from ``torch.autograd.grad``, which then finds nothing to compare, or
+    refuses it. ``backward`` would find them, but its hooks (DDP) would take the check for the step.
+    """
+    parts: list[Any] = [part for part in model.modules() if _checkpoints(part)]
+    kept = [(part, part._gradient_checkpointing_func) for part in parts]
+    for part in parts:
+        part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for part, function in kept:
+            part._gradient_checkpointing_func = function
+
+
+def _checkpoints(part: nn.Module) -> bool:
+    return bool(getattr(part, "gradient_checkpointing", False)) and hasattr(part, "_gradient_checkpointing_func")
 
 
 def _two_rows(prompts: Prompts, tokens: Sequence[int]) -> list[int]:
@@ -281,7 +348,7 @@ def _differences(
     signs = torch.arange(mask.numel(), device=mask.device).view(mask.shape).float().cos()
 
     def both(score: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
+        with torch.enable_grad(), _other_checkpointing(model):
             logps = torch.where(mask, score(), 0.0)
             if not weights or not logps.requires_grad:
                 return logps.detach().float(), logps.new_zeros(1)

@@ -19,6 +19,7 @@ from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.rank_balance import balanced
 from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
+from trl_offpolicy.trl.positions import MOVES_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ class CompactRows:
         args = trainer.args
         self._trainer = trainer
         self._trim: TrimPadding = args.trim_padding
-        if self._trim is not False and (reason := varying_rope(trainer.model)) is not None:
-            logger.warning(NOT_TRIMMED, reason)
+        moves = MOVES_TEXT if trainer._positions == "wrong" else varying_rope(trainer.model)
+        if self._trim is not False and moves is not None:
+            logger.warning(NOT_TRIMMED, moves)
             self._trim = False
         share = cast("SharePrefix", args.share_prefix)
         self._shared = SharedPrefix(share, counted=False, drop_padding=sorts(self._trim))
@@ -53,7 +55,8 @@ class CompactRows:
             refused = compressed_forward.NOT_SHARED
         if args.pad_to_multiple_of:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
-        self._shared.prepare(trainer.model, refused=refused)
+        models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
+        self._shared.prepare(*models, refused=refused)
         if sorts(self._trim) and (reason := self._why_whole()) is not None:
             logger.warning(NOT_SORTED, reason)
 
@@ -83,7 +86,13 @@ class CompactRows:
             multiple=args.pad_to_multiple_of,
         )
         rows, how = balanced(rows, parts, how)
-        return split_rows(rows, parts, how)
+        micro_batches = split_rows(rows, parts, how)
+        self._shared.look_at(micro_batches)
+        return micro_batches
+
+    def seen(self, rows: Mapping[str, Any]) -> Any:
+        """A micro-batch on the host, as :meth:`score` takes it; None if it is not one of the present generation."""
+        return self._shared.seen(rows)
 
     def score(
         self,
@@ -96,6 +105,7 @@ class CompactRows:
         *,
         compact: bool = True,
         kept_ids: Sequence[KeptIds] | None = None,
+        seen: Any = None,
         **kwargs: Any,
     ) -> Columns:
         """What ``score`` returns: (B, T) log-probs, (B, T) entropies or None, a 0-d load-balancing loss or None.
@@ -109,6 +119,7 @@ class CompactRows:
             batch_size: rows per forward; None = all, as the loss step wants, in their own columns.
             compact: False where something reads the forwards row by row, in order and in full width.
             kept_ids: what the engine kept at each token of each row; None = not known.
+            seen: what :meth:`seen` has of the rows.
             **kwargs: TRL's.
         """
         multiple = self._trainer.args.pad_to_multiple_of
@@ -122,4 +133,5 @@ class CompactRows:
             theirs = None if rows is None or kept_ids is None else [kept_ids[i] for i in rows.tolist()]
             return score(model, ids, mask, length, None, kept_ids=theirs, **kwargs)
 
-        return scoring(forward, model, input_ids, attention_mask, logits_to_keep, batch_size, in_order=in_order)
+        rows = model, input_ids, attention_mask, logits_to_keep, batch_size
+        return scoring(forward, *rows, in_order=in_order, seen=seen)

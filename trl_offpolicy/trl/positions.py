@@ -35,6 +35,8 @@ NOT_GIVEN = (
     "Log-probs of padded prompts are those of a text further on: this model's positions are absolute, and position_ids "
     "do not put them right. Use prompts of one length"
 )
+MOVES_TEXT = "this model's positions are absolute and count padding, so that another width would give other log-probs"
+"""Why padding stays where positions are "wrong": old and current policy must be scored in one width."""
 THEIRS = (
     "TRL's own log-probs of padded prompts are those of a text further on, and what is measured holds that: this "
     "model's positions are absolute, and TRL passes no position_ids"
@@ -60,8 +62,8 @@ def positions_under_padding(model: nn.Module) -> Positions:
     return answer
 
 
-def positions_are_wanted(model: nn.Module, *, say: bool) -> bool:
-    """True if the trainer has to pass position ids. All ranks call it.
+def told_positions(model: nn.Module, *, say: bool) -> Positions:
+    """What padding does to the model; with "wanted" the trainer has to pass position ids. All ranks call it.
 
     Args:
         model: as in :func:`positions_under_padding`.
@@ -70,7 +72,7 @@ def positions_are_wanted(model: nn.Module, *, say: bool) -> bool:
     found = positions_under_padding(model)
     if say and found != "fine":
         logger.warning("%s.", GIVEN if found == "wanted" else NOT_GIVEN)
-    return found == "wanted"
+    return found
 
 
 def has_position_vectors(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ corrections).
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -70,7 +71,7 @@ from trl_offpolicy.trl.greedy import check_trainer_greedy, greedy_rewards
 from trl_offpolicy.trl.held_out import HeldOutMeans
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
-from trl_offpolicy.trl.positions import counted_positions, positions_are_wanted
+from trl_offpolicy.trl.positions import counted_positions, told_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
@@ -126,8 +127,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         compress_learner(args.learner_kv_cache, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)
-        self._wants_positions = positions_are_wanted(self.model, say=self.accelerator.is_main_process)
-        self._wants_positions |= rounds_keys(self.model)  # which were turned by their positions
+        self._positions = told_positions(self.model, say=self.accelerator.is_main_process)
+        # keys that are rounded were turned by their positions
+        self._wants_positions = self._positions == "wanted" or rounds_keys(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -360,6 +362,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 batch_size,
                 compact=compact and KEY not in inputs,  # routing is replayed row by row
                 kept_ids=inputs.get(kept.KEY),
+                seen=self._compact.seen(inputs),
                 **wanted,
                 **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
             )
@@ -490,12 +493,21 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
             for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)
+        written = self._write_rollouts(mode)
         if mode == "train" and (times := self._metrics[mode].get("step_time")):
-            for part, seconds in self._clock.close(sum(times), steps=len(times)).items():
+            # TRL's step_time ends before it logs
+            for part, seconds in self._clock.close(sum(times) + written, steps=len(times)).items():
                 self._metrics[mode][f"{PREFIX}time/{part}"].append(seconds)
-        if self._recorder is not None:
-            self._recorder.flush()
         super().log(logs, start_time)
+
+    def _write_rollouts(self, mode: str) -> float:
+        """Write the recorded rollouts; seconds that it took. The device's work on them is waited for here."""
+        if self._recorder is None:
+            return 0.0
+        started = time.monotonic()
+        with self._clock.part("recording", counted=mode == "train"):
+            self._recorder.flush()
+        return time.monotonic() - started
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method; ``eval_reward``, ``eval_pass@1`` and the like are then means over the held-out prompts."""
