@@ -95,7 +95,8 @@ class CompactScoring:
             length: T.
             size: rows per forward; None = all, in the columns that they have (the loss step).
             in_order: rows meet in a forward as they come, in their full width.
-            seen: all rows on the host (:meth:`.SharedPrefix.seen`), for a single forward of them; None = unknown.
+            seen: all rows on the host, for a single forward of them
+                (:meth:`~trl_offpolicy.rollouts.shared_prefix.SharedPrefix.seen`); None = unknown.
         """
         width, size = ids.shape[1] - length, size or len(ids)
         if in_order or not self.trim or size >= len(ids):
