@@ -510,3 +510,23 @@ def test_a_stock_trl_file_without_vllm_corrects_nothing(tmp_path: Path, text: st
     in_place = presets.from_mapping({"framework": "trl", "file": str(path)}, where="offpolicy").correction
     # a file that does not speak of vLLM is a part of a configuration that does
     assert (in_place is not None and bool(in_place.weights)) is (corrects or "use_vllm" not in path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "adapter"),
+    [("", 1e-4, True), ("tuner_type: full\n", 1e-5, False), ("global_batch_size: 64\n", 1e-5, False),
+     ("learning_rate: 3e-6\n", 3e-6, True)],
+)  # fmt: skip
+def test_ms_swifts_learning_rate_is_that_of_what_it_trains(
+    tmp_path: Path, text: str, rate: float, adapter: bool
+) -> None:
+    printed, _ = migrated(write(tmp_path, f"rlhf_type: grpo\nmodel: a/b\n{text}"))
+    found = yaml.safe_load(printed)
+    assert float(found["learning_rate"]) == rate and found.get("use_peft", False) is adapter
+
+
+def test_areals_lengths_and_adapters_are_its_own_defaults(tmp_path: Path) -> None:
+    file = "gconfig: {n_samples: 4}\nactor: {path: a/b, use_lora: true, target_modules: [all-linear]}\n"
+    printed, _ = migrated(write(tmp_path, file))
+    found = yaml.safe_load(printed)
+    assert (found["max_completion_length"], found["lora_r"], found["lora_alpha"]) == (16384, 32, 16)

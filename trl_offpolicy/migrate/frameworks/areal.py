@@ -38,6 +38,8 @@ DEFAULTS: dict[str, Any] = {
     "actor.eps_clip": 0.2,
     "actor.kl_ctl": 0.1,
     "actor.kl_estimator": "k1",
+    "actor.lora_rank": 32,
+    "actor.lora_alpha": 16,
     f"{OPTIMIZER}.lr_scheduler_type": "constant",
     f"{OPTIMIZER}.warmup_steps_proportion": 0.001,
 }
@@ -237,7 +239,7 @@ FRAMEWORK = Framework(
         f"{OPTIMIZER}.gradient_clipping": Row("max_grad_norm", number),
         "total_train_epochs": Row("num_train_epochs", number),
         "seed": Row("seed", whole),
-        "gconfig.max_new_tokens": Row("max_completion_length", whole),
+        "gconfig.max_new_tokens": Row("max_completion_length", whole, default=16384),
         "gconfig.temperature": Row("temperature", number),
         "gconfig.top_p": Row("top_p", number),
         "gconfig.top_k": Row("top_k", lambda key, value: 0 if whole(key, value) >= 10**8 else whole(key, value)),

@@ -74,7 +74,6 @@ _SAME = [
 """Arguments that TRL has under the same name with the same meaning."""
 DEFAULTS: dict[str, Any] = {
     "loss_type": "grpo",
-    "tuner_type": "lora",
     "lora_rank": 8,
     "lora_alpha": 32,
     "target_modules": ["all-linear"],
@@ -120,8 +119,15 @@ def _advantages(source: Source) -> Iterable[Found]:
         yield Left(("scale_rewards",), f"advantage_estimator={kind} does not read it here")
 
 
+def _tuner_of(source: Source) -> str:
+    """The tuner that is trained: LoRA by default, a full model under Megatron, whose batch sizes have other names."""
+    megatron = source.has("micro_batch_size", "global_batch_size", "train_iters")
+    given = source.settings.values.get("tuner_type")
+    return text("tuner_type", given or ("full" if megatron else "lora"))
+
+
 def _tuner(source: Source) -> Iterable[Found]:
-    kind = source.get("tuner_type") or "lora"
+    kind = _tuner_of(source)
     names = ("lora_rank", "lora_alpha", "target_modules")
     if kind == "full":
         yield Carried(source.given("tuner_type"), {}, "a full model is the default here")
@@ -142,6 +148,9 @@ def _optimizer(source: Source) -> Iterable[Found]:
     warmup = source.get(names[1]) or source.get(names[2]) or 0
     fields = {names[0]: kind, **({"warmup_steps": number(names[2], warmup)} if warmup else {})}
     yield Carried(source.given(*names), fields, "" if source.has(*names) else "the default of lr_scheduler_type")
+    if not source.has("learning_rate", "lr"):
+        rate, tuner = (1e-5, "a full model") if _tuner_of(source) == "full" else (1e-4, "an adapter")
+        yield Carried((), {"learning_rate": rate}, f"the default of learning_rate for {tuner}")
 
 
 def _megatron(source: Source) -> Iterable[Found]:
