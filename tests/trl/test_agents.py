@@ -337,10 +337,22 @@ def test_turns_are_known_only_with_a_tool_mask():
     [(1, "server", 1, False), (2, "server", 1, True), (2, "colocate", 1, False), (2, "colocate", 2, True)],
 )
 def test_ranks_that_share_an_engine_cannot_have_tools(ranks, mode, parallel, refused):
-    args = SimpleNamespace(use_vllm=True, world_size=ranks, vllm_mode=mode, vllm_tensor_parallel_size=parallel)
+    args = SimpleNamespace(
+        use_vllm=True,
+        world_size=ranks,
+        vllm_mode=mode,
+        vllm_tensor_parallel_size=parallel,
+        vllm_enable_sleep_mode=False,
+    )
     check_tools(args, has_tools=False)
     if refused:
         with pytest.raises(ValueError, match="tools must have an engine on each rank"):
             check_tools(args, has_tools=True)
     else:
         check_tools(args, has_tools=True)
+        args.vllm_enable_sleep_mode = True
+        if ranks > 1:
+            with pytest.raises(ValueError, match="vllm_enable_sleep_mode must be false with tools and 2 ranks"):
+                check_tools(args, has_tools=True)
+        else:
+            check_tools(args, has_tools=True)

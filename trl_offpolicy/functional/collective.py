@@ -105,3 +105,12 @@ def exchange_objects(sent: Sequence[Any]) -> list[Any]:
     for rank, value in enumerate(sent):
         torch.distributed.gather_object(value, received if rank == here else None, dst=rank)
     return received
+
+
+def scattered(parts: Sequence[Any]) -> Any:
+    """This rank's object out of the main rank's list, which has one per rank. All ranks call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return parts[0]
+    received: list[Any] = [None]
+    torch.distributed.scatter_object_list(received, list(parts) or None, src=0)
+    return received[0]

@@ -58,6 +58,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
     check_fusion(args, args.logit_fusion, given)
     check_simulated(args, given)
     check_noise(args)
+    check_sleep(args)
     check_token_rewards(args, given)
     warn_about_idle_options(args)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
@@ -117,6 +118,21 @@ def check_noise(args: OffPolicyGRPOConfig) -> None:
         )
 
 
+def check_sleep(args: OffPolicyGRPOConfig) -> None:
+    """Raise if a sync would not bring back what an engine that sleeps has thrown away.
+
+    Raises:
+        ValueError: adapters alone are sent, but the base weights are gone after each generation.
+    """
+    settings = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine))
+    sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+    if sleeps and settings.transfer == "adapter":
+        raise ValueError(
+            "engine.transfer must be auto or memory with vllm_enable_sleep_mode: true, but got 'adapter': the engine "
+            "throws its base weights away after each generation, and an adapter does not bring them back."
+        )
+
+
 def warn_about_idle_options(args: OffPolicyGRPOConfig) -> None:
     """Warn of options of ``engine`` that nothing reads, because transformers' ``generate`` samples."""
     idle = [] if args.use_vllm or not isinstance(args.engine, Mapping) else [*args.engine]
@@ -150,10 +166,11 @@ def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
 
 
 def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
-    """Check that ranks with tools do not share an engine: TRL's tool loop runs longer on one rank than on another.
+    """Check that ranks with tools sample each for itself: TRL's tool loop runs longer on one rank than on another.
 
     Raises:
-        ValueError: several ranks share an engine. Ranks that are done would leave the others waiting in a collective.
+        ValueError: several ranks share an engine, or each of theirs sleeps and is woken by a sync that is collective.
+            Ranks that are done would leave the others waiting.
     """
     if not (has_tools and args.use_vllm and args.world_size > 1):
         return
@@ -164,6 +181,11 @@ def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
             f"vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} and {args.world_size} ranks: TRL's tool loop "
             "calls it as often as a rank's rows need, and the ranks would wait for each other. Use vllm_mode colocate "
             "with tensor parallel size 1, a single rank, or a rollout_func."
+        )
+    if args.vllm_enable_sleep_mode:
+        raise ValueError(
+            f"vllm_enable_sleep_mode must be false with tools and {args.world_size} ranks, but got True: TRL's tool "
+            "loop wakes the engine by a sync as often as a rank's rows need, and the ranks would wait for each other."
         )
 
 

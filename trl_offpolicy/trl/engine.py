@@ -1,8 +1,8 @@
 """TRL's generation backend over the engine layer, which ``GRPOTrainer`` builds and calls as ``vllm_generation``.
 
-In colocate mode it uses TRL's path and passes engine arguments through; on a CPU, weights are reloaded in memory. In
-server mode it uses TRL's NCCL path on a GPU, or a shared folder or the LoRA adapter alone anywhere
-(:class:`~trl_offpolicy.engines.server`).
+In colocate mode it uses TRL's path and passes engine arguments through; weights are reloaded in memory on a CPU, and
+where vLLM changes them after loading. In server mode it uses TRL's NCCL path on a GPU, or a shared folder or the LoRA
+adapter alone anywhere (:class:`~trl_offpolicy.engines.server`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -50,8 +49,11 @@ from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.shapes import EMBEDDING, HEAD, with_place
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
+from trl_offpolicy.functional.collective import scattered
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.rollouts.screening import Columns, Screen, Unusable
+from trl_offpolicy.trl.in_process import Sleeper, WithAdapter, changes_after_loading, copied, with_config
+from trl_offpolicy.trl.keyed_client import KeyedClient
 from trl_offpolicy.trl.rebinding import rebound
 
 
@@ -69,6 +71,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """
 
     llm: Any
+    enable_sleep_mode: bool = False
+    """Whether TRL frees the memory of an engine in this process between generations; TRL fills it in."""
     last_sync: SyncReport | None = None
     """Cost of the last sync, and how far the engine then agreed with the trainer."""
     ahead: Any = None
@@ -177,7 +181,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         ):
             self._connect()
         else:
-            super()._init_vllm()
+            with rebound(vllm_generation, VLLMClient=KeyedClient):
+                super()._init_vllm()
 
     def _start_in_process(self) -> None:
         self.settings.check_colocate()
@@ -187,6 +192,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             arguments = self._exact_arguments(arguments)
         with rebound(vllm_generation, LLM=partial(self._build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
+        if self.enable_sleep_mode:
+            self.llm = Sleeper(self.llm)
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
             self.routes = self.llm.store
@@ -290,7 +297,14 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         named = super()._iter_named_params() if self._is_fsdp1 else ModelWeights(self.model).merged()
         named = self._sync.watch.passing(self._with_place(named))
         rounding = self.settings.weight_rounding if self.mode == "colocate" else None
-        return named if rounding is None else round_weights(named, rounding)
+        return self._counted(named if rounding is None else round_weights(named, rounding))
+
+    def _counted(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Count the bytes of this pass alone: TRL's client makes one before the first sync, for names and shapes."""
+        self._passed = 0
+        for name, tensor in named:
+            self._passed += tensor.nbytes
+            yield name, tensor
 
     def _with_place(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights of TRL's own transfers, which compare no names: an engine that ties its head drops another one.
@@ -299,8 +313,16 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         """
         config = getattr(self.model, "config", None)
         ties = bool(getattr(config, "tie_word_embeddings", False))
-        compared = self._on_server or (self.mode == "colocate" and self._on_cpu)
+        compared = self._on_server or self._reloads
         return named if compared or not ties else with_place(named, (), {HEAD: EMBEDDING})
+
+    @property
+    def _reloads(self) -> bool:
+        """True if an engine in this process gets its weights by vLLM's reload, which processes them as its first load.
+
+        TRL writes them into the model as they are. That is kept where vLLM leaves them so, on a GPU.
+        """
+        return self.mode == "colocate" and (self._on_cpu or changes_after_loading(self.llm))
 
     @property
     def _is_fsdp1(self) -> bool:
@@ -339,16 +361,28 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             kind, size, whole = self._send_to_server(version)
         elif self._adapters is not None:
             kind, size = "adapter", self._adapters.load(self._own_adapter(), version)
-        elif self.mode == "colocate" and self._on_cpu:
-            selected = self._changed.select(self._iter_named_params())
-            whole = not self._changed.sent_part
-            kind, size = "memory", reload_in_process(self.llm, selected, part=not whole)
+        elif self._reloads:
+            (size, whole), kind = self._reload(), "memory"
         else:
             super().sync_weights()
             if self.mode == "colocate":
                 reset_prefix_cache(self.llm)  # TRL leaves out what a connector keeps
-            kind, size = ("nccl" if self.mode == "server" else "memory"), 0
+            kind = "nccl" if self.mode == "server" else "memory"
+            size = self._passed if kind == "memory" or self.accelerator.is_main_process else 0
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start, whole=whole)
+
+    def _reload(self) -> tuple[int, bool]:
+        """Reload the weights of the engine in this process and return (bytes, whether they were all)."""
+        if self.enable_sleep_mode:  # as TRL does before it writes them
+            vllm_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        named = copied(self._iter_named_params()) if self._is_fsdp1 else self._iter_named_params()
+        if self._on_cpu:  # an engine that slept has lost what it was given before
+            named = self._changed.select(named, whole=self.enable_sleep_mode)
+        whole = not self._changed.sent_part
+        with with_config(self.llm):
+            return reload_in_process(self.llm, named, part=not whole), whole
 
     def _send_to_server(self, version: int) -> tuple[str, int, bool]:
         """Send the weights and return (kind, bytes, whether they were all). All ranks gather, the main one sends."""
@@ -375,6 +409,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """The engine's log-probs of a probe (temperature 1); None on ranks that do not talk to it."""
         if self.mode == "colocate":
+            if self.enable_sleep_mode:
+                self.llm.wake_up(tags=["kv_cache"])  # a sync wakes the weights alone, with which vLLM answers nothing
             return score_in_process(self.llm, ids)
         if self._server is not None:
             return self._server.score(ids)
@@ -387,6 +423,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def interview(self) -> Interview | None:
         """What can be asked of the engine about itself; None on ranks, and in modes, that cannot ask it."""
         if self.mode == "colocate":
+            if self.enable_sleep_mode:
+                # Modules are read, which sleep from the start and after each generation. TRL's next generation sends
+                # the weights all the same, because _llm_weights_sleeping stays as it is.
+                self.llm.wake_up(tags=["weights"])
             return interview_llm(self.llm, weight_rounding=self.settings.weight_rounding)
         return None if self._server is None else self._server.interview()
 
@@ -432,8 +472,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     @property
     def _together(self) -> bool:
-        """True if ranks share an engine, so that all of them ask or none does."""
-        return bool(self._on_server or self.mode == "server" or self.tensor_parallel_size > 1)
+        """True if all ranks must ask for replies or none: they share an engine, or each of theirs sleeps."""
+        shared = self._on_server or self.mode == "server" or self.tensor_parallel_size > 1
+        return bool(shared or self.enable_sleep_mode)  # from its sleep TRL's generation wakes it by a sync of all ranks
 
     def _again(self, prompts: list[list[int]], images: Any, n: int, rows: list[int]) -> Any:
         """An answer of :meth:`generate` for some rows, sampled anew. Where ranks share an engine, all call it."""
@@ -532,26 +573,6 @@ class TrainerWeights:
         return self._engine._sync.watch.adapter(ModelWeights(self._engine.model).adapter())
 
 
-class WithAdapter:
-    """vLLM's ``LLM``, whose requests name the adapter of the last sync.
-
-    Args:
-        llm: vLLM's ``LLM``.
-        adapters: the folder of the last adapter.
-    """
-
-    def __init__(self, llm: Any, adapters: AdapterFolder) -> None:
-        self._llm = llm
-        self._adapters = adapters
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call vLLM's ``generate`` with the adapter in ``lora_request``."""
-        return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
-
-
 def _first_each(logps: Sequence[Sequence[Sequence[float | None]]]) -> list[list[float | None]]:
     """The log-prob of the sampled token, of each token of each row."""
     return [[token[0] for token in row] for row in logps]
@@ -566,15 +587,6 @@ def _reply(ids: list[int], logps: Any, tokens: Any, version: int) -> dict[str, A
         "logps": _first_each([logps])[0],
         "policy_versions": [version] * len(ids),
     }
-
-
-def scattered(parts: Sequence[Any]) -> Any:
-    """This rank's object out of the main rank's list, which has one per rank. All ranks call it."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return parts[0]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, list(parts) or None, src=0)
-    return received[0]
 
 
 @contextmanager
