@@ -153,7 +153,7 @@ def test_a_head_that_is_one_with_the_embeddings_has_a_place() -> None:
 def test_trls_own_transfers_refuse_it_by_the_models_configuration(mode: str, ties: bool, refused: bool) -> None:
     adapter = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     model = get_peft_model(tiny_model(tie_word_embeddings=ties), adapter)
-    engine: Any = SimpleNamespace(model=model, mode=mode, _on_server=False)
+    engine: Any = SimpleNamespace(model=model, mode=mode, _on_server=False, _reloads=False)
     passed = TRLEngine._with_place(engine, ModelWeights(model).merged())
     if refused:
         with pytest.raises(SyncError, match="would drop the other"):
