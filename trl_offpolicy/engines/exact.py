@@ -116,8 +116,8 @@ def exact_engine(
     if engine.get("dtype", dtype) != dtype:
         raise ValueError(_must(f"{where}dtype", f"be {dtype} (the trainer's)", where, engine["dtype"]))
     if engine.get("enable_return_routed_experts") or (engine.get("return_routing") and engine_has_triton()):
-        wanted = "be left out (vLLM reports the routing with its prefix cache on, which exact switches off)"
-        raise ValueError(_must(f"{where}return_routing", wanted, where, True))
+        absent = "be left out (vLLM reports the routing with its prefix cache on, which exact switches off)"
+        raise ValueError(_must(f"{where}return_routing", absent, where, True))
     if rows is not None and engine.get("max_num_seqs", rows) != rows:
         same = f"be {rows} (the rows of the trainer's forward)"
         raise ValueError(_must(f"{where}max_num_seqs", same, where, engine["max_num_seqs"]))
