@@ -195,6 +195,7 @@ def build_engine(
     rows: int | None = None,
     truncated: bool = False,
     tokenizer: Any = None,
+    autocast: torch.dtype | None = None,
     wrapped: Callable[[], nn.Module | None] = lambda: None,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
@@ -214,6 +215,7 @@ def build_engine(
         truncated: whether it will sample from a part of the distribution; vLLM in this process then says from which,
             where it can.
         tokenizer: the model's, with which that of a teacher is compared.
+        autocast: type of vLLM in this process, in place of the weights' (:func:`computing_dtype`).
         wrapped: returns the model as the strategy wraps it, or None.
     """
     kind = engine_type(spec)
@@ -249,18 +251,33 @@ def build_engine(
     seed = seed_of_rank(options.get("seed", run_seed()), rank)
     cut = {"truncated": True} if truncated else {}
     given = {"model": model_name, **cut, **options, "seed": seed}
-    return _colocated(given, policy(), rows=rows, exact=wants_exact(spec))
+    return _colocated(given, policy(), rows=rows, exact=wants_exact(spec), autocast=autocast)
 
 
-def _colocated(options: Mapping[str, Any], policy: nn.Module, *, rows: int | None, exact: bool) -> ColocateEngine:
-    """A vLLM engine in this process, in the policy's dtype unless ``options`` say another."""
-    dtype = str(next(policy.parameters()).dtype).removeprefix("torch.")
+def computing_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """The type that a trainer on a GPU computes in under autocast; None = its weights' own, or it is on a CPU.
+
+    An engine in float32 beside such a trainer would have a mismatch that nobody needs, no FlashAttention, and twice the
+    memory. A CPU computes slowly in 16 bits, so there the engine stays in the weights' type.
+
+    Args:
+        precision: Lightning's.
+        device: the trainer's.
+    """
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    return mixed.get(precision) if device.type == "cuda" else None
+
+
+def _colocated(
+    options: Mapping[str, Any], policy: nn.Module, *, rows: int | None, exact: bool, autocast: torch.dtype | None = None
+) -> ColocateEngine:
+    """A vLLM engine in this process, in the policy's dtype or ``autocast`` unless ``options`` say another."""
+    dtype = str(autocast or next(policy.parameters()).dtype).removeprefix("torch.")
     arguments = {"dtype": dtype, **options}
     if not exact:
         return ColocateEngine(**arguments)
     merged = hasattr(policy, "peft_config") and not options.get("adapter_rank")
     settings = exact_engine(arguments, dtype=dtype, rows=rows, merged=merged)
-    settings.apply()
     exact_trainer()
     engine = ColocateEngine(**settings.arguments)
     engine.exact = settings

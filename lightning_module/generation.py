@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
-from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, reports_logps_of
+from lightning_module.engines import (
+    build_engine,
+    check_one_each,
+    computing_dtype,
+    engine_numerics,
+    in_this_process,
+    reports_logps_of,
+)
 from lightning_module.greedy import greedy_rewards
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
@@ -148,6 +155,7 @@ class Generation:
                 rows=getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None),
                 truncated=module.sampling.truncated,
                 tokenizer=self.prompts.tokenizer,
+                autocast=computing_dtype(str(module.trainer.precision), module.device),
                 wrapped=lambda: module.trainer.strategy.model,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))

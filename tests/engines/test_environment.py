@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trl_offpolicy.engines import environment
-from trl_offpolicy.engines.colocate import require_in_process
+from trl_offpolicy.engines.colocate import require_in_process, require_worker
 from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.engines.environment import beside_policy, launched, prepare_environment
 
@@ -63,6 +63,15 @@ def test_of_several_ranks_each_meets_where_they_met(gpu: None, monkeypatch: pyte
         assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == [
             "9", "16", "5", "1234",
         ]  # fmt: skip
+
+
+def test_an_engine_with_workers_of_its_own_gets_no_weights() -> None:
+    several = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(workers=[0, 1])))
+    with pytest.raises(
+        EngineError, match=r"^engine\.tensor_parallel_size and .* must be 1 for an engine in this process"
+    ):
+        require_worker(several)
+    require_worker(SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=object()))))
 
 
 def test_an_engine_whose_core_is_elsewhere_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -72,15 +73,17 @@ def test_a_misspelt_option_of_the_kit_is_no_argument_of_vllm(monkeypatch: pytest
 def test_the_hardware_decides_on_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "has_batch_invariant_kernels", lambda: True)
     found = exact_engine({}, dtype="float32", rows=8)
-    assert found.environment == {"VLLM_BATCH_INVARIANT": "1"} and "in the trainer" in found.missing[0]
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert "only a server can have them (VLLM_BATCH_INVARIANT=1)" in found.missing[0]
+    assert "VLLM_BATCH_INVARIANT" not in os.environ  # the trainer's own products would lose their gradient
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(
-        ValueError, match=r"VLLM_BATCH_INVARIANT must be 1 or unset with engine.exact: true, but got '0'"
+        ValueError, match=r"^VLLM_BATCH_INVARIANT must be unset where .* engine.exact: true, but got '1'"
     ):
         exact_engine({}, dtype="float32", rows=8)
+    check_exact({})  # of a server
     monkeypatch.setattr(exact, "has_batch_invariant_kernels", lambda: False)
     found = exact_engine({}, dtype="float32", rows=8)
-    assert found.environment == {} and "batch-invariant kernels: vLLM has none" in found.missing[0]
+    assert "batch-invariant kernels: vLLM has none" in found.missing[0]
 
 
 def test_tensor_parallelism_is_said_unless_its_kernels_are_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +96,15 @@ def test_tensor_parallelism_is_said_unless_its_kernels_are_invariant(monkeypatch
     assert len(exact_engine({"tensor_parallel_size": 2}, dtype="float32", rows=1).missing) == 1
     variables = {"VLLM_BATCH_INVARIANT": 1, "VLLM_TP_INVARIANT": "0"}
     assert settings_of({}, variables) == {"batch_invariant": True, "tp_invariant": False}
+
+
+def test_reported_routing_needs_the_prefix_cache_that_exact_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine in ({"enable_return_routed_experts": True}, {"return_routing": True}):
+        monkeypatch.setattr(exact, "engine_has_triton", lambda: True)
+        with pytest.raises(ValueError, match=r"^engine\.return_routing must be left out .* engine.exact: true"):
+            exact_engine(engine, dtype="float32", rows=8)
+    monkeypatch.setattr(exact, "engine_has_triton", lambda: False)  # read from callbacks, without the cache
+    assert exact_engine({"return_routing": True}, dtype="float32", rows=8).arguments["return_routing"] is True
 
 
 def test_a_merged_adapter_is_said_in_16_bits() -> None:

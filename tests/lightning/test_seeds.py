@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning_runs import OwnMismatch, data, module, trainer
 
 from lightning_module import engines
@@ -41,3 +42,21 @@ def test_the_draws_of_vllm(
         model_name="m", policy=SimpleNamespace, pad_token_id=0, eos_token_ids=[1], run="r", folder=tmp_path, rank=1,
     )  # fmt: skip
     assert seen["seed"] == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "given", "expected"),
+    [("bf16-mixed", "cuda", {}, "bfloat16"), ("16-mixed", "cuda", {}, "float16"), ("32-true", "cuda", {}, "float32"),
+     ("bf16-mixed", "cuda", {"dtype": "float32"}, "float32"), ("bf16-mixed", "cpu", {}, "float32")],
+)  # fmt: skip
+def test_the_type_of_vllm_is_what_a_trainer_on_a_gpu_computes_in(
+    precision: str, device: str, given: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(engines, "ColocateEngine", lambda **arguments: seen.update(arguments))
+    engines.build_engine(
+        {"type": "vllm", **given},
+        model_name="m", policy=lambda: torch.nn.Linear(1, 1), pad_token_id=0, eos_token_ids=[1], run="r",
+        folder=tmp_path, autocast=engines.computing_dtype(precision, torch.device(device)),
+    )  # fmt: skip
+    assert seen["dtype"] == expected

@@ -185,7 +185,7 @@ def test_a_turn_whose_routes_are_not_reported_is_an_error_that_names_it(silent: 
     agent = AgentEngine(Partly(Script(REPLIES[:2])), chat, TOOLS)
     wanted = (
         rf"^routed_experts must hold the routing of every turn, but got {found} for turn {turn} of completion \d+\. "
-        r"Let the engine report at every request: engine\.return_routing: true without enable_prefix_caching"
+        r"Let the engine report at every request: engine\.return_routing: true \(leave enable_prefix_caching out\)"
     )
     with pytest.raises(ValueError, match=wanted):
         agent.generate(chat.encode(PROMPTS, TOOLS), Sampling(max_tokens=600), n=4)

@@ -95,7 +95,12 @@ class ColocateEngine:
         self.noise = None if noise is None else noise_in_process(lambda: self.llm, noise)
 
     def bind(self, source: WeightSource) -> None:
-        """Set the source whose weights :meth:`sync_weights` takes."""
+        """Set the source whose weights :meth:`sync_weights` takes.
+
+        Raises:
+            EngineError: the engine's model is in other processes, where they cannot be passed in memory.
+        """
+        require_worker(self.llm)
         self._source = source
 
     def generate(
@@ -228,6 +233,20 @@ def require_in_process(llm: Any) -> None:
         raise EngineError(
             "VLLM_ENABLE_V1_MULTIPROCESSING must be 0 for an engine in this process, but vLLM has started its core in "
             "another one, where weights cannot be passed in memory. Unset it, or set it to 0."
+        )
+
+
+def require_worker(llm: Any) -> None:
+    """Check that an engine's model is in this process, too.
+
+    Raises:
+        EngineError: it has several devices, and vLLM has started a process for each.
+    """
+    if not hasattr(llm.llm_engine.model_executor, "driver_worker"):
+        raise EngineError(
+            "engine.tensor_parallel_size and engine.pipeline_parallel_size must be 1 for an engine in this process "
+            "that gets the trainer's weights, but vLLM has started a process for each device, where they cannot be "
+            "passed in memory. Use an engine on each rank, or a server (trl-offpolicy serve)."
         )
 
 

@@ -25,7 +25,7 @@ _LEFT_AS_IT_IS = ("Failed to load weights", "Following weights were not loaded")
 
 @contextmanager
 def cpu_reload(model: Any) -> Iterator[None]:
-    """A context for loading weights into vLLM's model. Does nothing on a GPU, where no kernel packs weights.
+    """A context for loading weights into vLLM's model. Does nothing on a GPU, where vLLM's reload is right.
 
     vLLM 0.31 packs copies of weights for its CPU kernels. The packed experts are made when their kernel is built: later
     weights stay unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order,

@@ -6,7 +6,7 @@ What it sets in an engine that is started here::
     enable_prefix_caching  false                                kv_cache_dtype          auto
     logprobs_mode          processed_logprobs                   quantization            none
     disable_cascade_attn   true                                 max_num_seqs            rows of the trainer's forward
-    hf_overrides.head_dtype  float32, for a 16-bit trainer      VLLM_BATCH_INVARIANT=1  on a GPU with these kernels
+    hf_overrides.head_dtype  float32, for a 16-bit trainer
 
 and in the trainer: torch's deterministic algorithms, float32 products at full precision, and the LM head in float32.
 A server is not changed: :func:`server_findings` says with which flags it must be started.
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from trl_offpolicy.engines.environment import engine_has_triton
 
 WANTED: dict[str, Any] = {
     "enforce_eager": True,
@@ -38,6 +40,8 @@ _HEAD = {"head_dtype": "float32"}
 LEAST_CAPABILITY = (8, 0)
 """CUDA capability from which on vLLM 0.31 has batch-invariant kernels."""
 VLLM_VARIABLE = "VLLM_BATCH_INVARIANT"
+"""Switches them on. They take the place of torch's own in the whole process, and none has a backward: with an engine in
+the trainer's process the trainer could not learn, so only a server can have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +50,16 @@ class Exact:
 
     Args:
         arguments: arguments of ``vllm.LLM``, those that were given among them.
-        environment: variables that must be set before the engine starts.
         missing: what this hardware, or this engine, cannot have; each a reason for a distance above the floor.
     """
 
     arguments: dict[str, Any]
-    environment: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-
-    def apply(self) -> None:
-        """Set the variables."""
-        os.environ.update(self.environment)
 
     @property
     def text(self) -> str:
         """What is set, in a line."""
-        parts = [f"{name}={value}" for name, value in {**self.arguments, **self.environment}.items()]
-        return ", ".join(parts)
+        return ", ".join(f"{name}={value}" for name, value in self.arguments.items())
 
 
 def check_exact(engine: Mapping[str, Any], *, where: str = "engine.") -> None:
@@ -89,9 +86,6 @@ def check_exact(engine: Mapping[str, Any], *, where: str = "engine.") -> None:
         raise ValueError(
             _must(f"{where}hf_overrides", "hold nothing but head_dtype: float32", where, engine["hf_overrides"])
         )
-    variable = os.environ.get(VLLM_VARIABLE)
-    if variable is not None and variable.lower() in ("0", "false") and has_batch_invariant_kernels():
-        raise ValueError(_must(VLLM_VARIABLE, "be 1 or unset", where, variable))
 
 
 def exact_engine(
@@ -117,16 +111,19 @@ def exact_engine(
         ValueError: engine.dtype must be float32 (the trainer's) with engine.exact: true, but got 'bfloat16'.
     """
     check_exact(engine, where=where)
+    _check_variable(where)
     wanted = {name: value for name, value in WANTED.items() if name not in _DEFAULTS}
     if engine.get("dtype", dtype) != dtype:
         raise ValueError(_must(f"{where}dtype", f"be {dtype} (the trainer's)", where, engine["dtype"]))
+    if engine.get("enable_return_routed_experts") or (engine.get("return_routing") and engine_has_triton()):
+        absent = "be left out (vLLM reports the routing with its prefix cache on, which exact switches off)"
+        raise ValueError(_must(f"{where}return_routing", absent, where, True))
     if rows is not None and engine.get("max_num_seqs", rows) != rows:
         same = f"be {rows} (the rows of the trainer's forward)"
         raise ValueError(_must(f"{where}max_num_seqs", same, where, engine["max_num_seqs"]))
     own: dict[str, Any] = {**wanted, "dtype": dtype, **({} if rows is None else {"max_num_seqs": rows})}
     if dtype != "float32":
         own["hf_overrides"] = dict(_HEAD)
-    invariant = has_batch_invariant_kernels()
     missing = list(hardware_lacks())
     # TBIK's kernels are a patch of vLLM that this variable switches on
     tree = os.environ.get("VLLM_TP_INVARIANT", "0") not in ("", "0")
@@ -137,8 +134,15 @@ def exact_engine(
         )
     if merged and dtype != "float32":
         missing.append(f"the adapter by itself: merged into {dtype} weights it is rounded, in the trainer it is not")
-    environment = {VLLM_VARIABLE: "1"} if invariant else {}
-    return Exact(arguments={**engine, **own}, environment=environment, missing=tuple(missing))
+    return Exact(arguments={**engine, **own}, missing=tuple(missing))
+
+
+def _check_variable(where: str) -> None:
+    """Refuse batch-invariant kernels in this process, whoever switched them on."""
+    variable = os.environ.get(VLLM_VARIABLE, "0")
+    if variable.lower() not in ("", "0", "false") and has_batch_invariant_kernels():
+        wanted = "be unset where the engine is in this process (its kernels have no backward; a server can have them)"
+        raise ValueError(_must(VLLM_VARIABLE, wanted, where, variable))
 
 
 def exact_trainer(model: nn.Module | None = None) -> tuple[str, ...]:
@@ -188,8 +192,8 @@ def hardware_lacks() -> tuple[str, ...]:
     """What cannot be had on this machine."""
     if has_batch_invariant_kernels():
         return (
-            "batch-invariant kernels in the trainer: torch's own sum in an order that depends on the shape of the "
-            "batch, and only the engine's are replaced",
+            "batch-invariant kernels: sums are taken in an order that depends on the shape of the batch. vLLM's own "
+            f"have no backward, so only a server can have them ({VLLM_VARIABLE}=1)",
         )
     kind = "a CPU" if not torch.cuda.is_available() else f"CUDA capability {torch.cuda.get_device_capability()}"
     return (

@@ -229,7 +229,6 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         merged = hasattr(self.model, "peft_config") and not self._uses_adapter
         self.exact = exact_engine(arguments, dtype=dtype, rows=self._rows, merged=merged)
-        self.exact.apply()
         return self.exact.arguments
 
     def _default_arguments(self) -> dict[str, Any]:

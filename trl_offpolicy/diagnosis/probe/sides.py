@@ -240,7 +240,6 @@ class Sides:
         arguments |= {"dtype": o.engine_dtype, **o.engine_arguments}
         if o.exact:
             self.exact = exact_engine(arguments, dtype=o.trainer_dtype, rows=ROWS, where="")
-            self.exact.apply()
             arguments = self.exact.arguments
         engine = ColocateEngine(o.model, weight_rounding=o.weight_rounding, seed=o.seed, **arguments)
         try:

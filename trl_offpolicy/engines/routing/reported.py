@@ -43,8 +43,8 @@ def turn_unreported(turn: int, completion: int, found: str) -> ValueError:
     """
     return ValueError(
         f"routed_experts must hold the routing of every turn, but got {found} for turn {turn} of completion "
-        f"{completion}. Let the engine report at every request: engine.return_routing: true without "
-        "enable_prefix_caching, or Rollouts.routed_experts from each generate of an engine of your own. Or set "
+        f"{completion}. Let the engine report at every request: engine.return_routing: true (leave "
+        "enable_prefix_caching out), or Rollouts.routed_experts from each generate of an engine of your own. Or set "
         "routing_replay: none and leave out engine.return_routing."
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 SAMPLE = 4096
 """Number of places that are read of a tensor whose checksums differ."""
 _BLOCK = 1 << 14  # elements; small enough for a processor's cache
-_BLOCKS_AT_ONCE = 4096  # on an accelerator
+_BLOCKS_AT_ONCE = 512  # on an accelerator: 64 MiB of integers, four times
 _MIX = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix64
 _SPREAD = 2654435761  # 2^32 / golden ratio, a prime: multiples of it spread evenly over any other size
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
