@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture
-def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
+def build_trl(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
     """TRL's side on the tiny Llama; files with another model or other rows have a fixture of their own."""
     from both_trainers import trl_side
 

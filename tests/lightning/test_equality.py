@@ -81,9 +81,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: Any, tmp_path: Path) -> None:
+def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build_trl: Any, tmp_path: Path) -> None:
     options, ours, sizes = CASES[case]
-    theirs, rows, calls = run_trl(build, **options)
+    theirs, rows, calls = run_trl(build_trl, **options)
     settings = {"correction": options.get("offpolicy", "paper/tis"), **ours}
     watch, engine = run_lightning(tmp_path, calls, options["gradient_accumulation_steps"], settings, sizes)
 
@@ -96,10 +96,10 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert_same_numbers(watch.logs[step], rows[step])
 
 
-def test_prompts_without_a_spread_leave_the_step_as_with_trl(build: Any, tmp_path: Path) -> None:
+def test_prompts_without_a_spread_leave_the_step_as_with_trl(build_trl: Any, tmp_path: Path) -> None:
     term = {"type": "equal_rewards", "tolerance": 0.5}  # the rewards of this task are never quite equal
     spec = {"preset": "paper/tis", "objective": {"denominator": "kept"}, "correction": {"keep": [term]}}
-    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=2, offpolicy=spec)
+    theirs, rows, calls = run_trl(build_trl, gradient_accumulation_steps=2, offpolicy=spec)
     watch, _ = run_lightning(tmp_path, calls, 2, {"correction": spec}, {})
     dropped = [row["offpolicy/keep/equal_rewards/dropped_fraction"] for row in rows]
     assert any(0 < share < 1 for share in dropped)
@@ -109,13 +109,13 @@ def test_prompts_without_a_spread_leave_the_step_as_with_trl(build: Any, tmp_pat
 
 
 def test_noise_on_hidden_states_and_its_scale_are_those_of_trl(
-    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build_trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Generators of random numbers differ, so the noise of this test is a function of the hidden state."""
     monkeypatch.setattr(perturbed_forward, "_normal", lambda hidden: (37.0 * hidden.detach()).cos() * 2**0.5)
     noise = {"std": 0.05, "learning_rate": 0.1}
-    plain, _, _ = run_trl(build, gradient_accumulation_steps=2)
-    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=2, perturbation=noise)
+    plain, _, _ = run_trl(build_trl, gradient_accumulation_steps=2)
+    theirs, rows, calls = run_trl(build_trl, gradient_accumulation_steps=2, perturbation=noise)
     watch, _ = run_lightning(tmp_path, calls, 2, {"perturbation": noise}, {"steps_per_generation": 2})
     assert distance(theirs.gradients[0], plain.gradients[0]) > 1e-3
     for step in range(STEPS):
@@ -125,10 +125,10 @@ def test_noise_on_hidden_states_and_its_scale_are_those_of_trl(
     assert len({round(scale, 6) for scale in scales}) == STEPS  # it learns
 
 
-def test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step(build: Any) -> None:
+def test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step(build_trl: Any) -> None:
     without = {"preset": "paper/qurl"}
     (shaped, rows, _), (plain, _, _) = (
-        run_trl(build, gradient_accumulation_steps=2, offpolicy=spec) for spec in (SHAPED, without)
+        run_trl(build_trl, gradient_accumulation_steps=2, offpolicy=spec) for spec in (SHAPED, without)
     )
     assert distance(shaped.gradients[0], plain.gradients[0]) > 1e-3
     prices = [row["offpolicy/loss/discrepancy_coef"] for row in rows]
@@ -143,29 +143,29 @@ def one_for_all(completions: list[str], **_: object) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_prompts_with_one_reward_learn_by_entropy_as_in_trl(build: Any, tmp_path: Path) -> None:
+def test_prompts_with_one_reward_learn_by_entropy_as_in_trl(build_trl: Any, tmp_path: Path) -> None:
     spec = {"preset": "paper/rl-zvp", "options": {"alpha": 0.5}}
 
     def same_rewards(ours: Any) -> None:
         ours.reward_funcs = [one_for_all]
 
-    theirs, _, calls = run_trl(build, prepare=same_rewards, gradient_accumulation_steps=1, offpolicy=spec)
+    theirs, _, calls = run_trl(build_trl, prepare=same_rewards, gradient_accumulation_steps=1, offpolicy=spec)
     watch, _ = run_lightning(tmp_path, calls, 1, {"correction": spec, "reward_funcs": one_for_all}, {})
     assert max(float(g.abs().max()) for g in theirs.gradients[0].values()) > 1e-2  # without the shaping it is 0
     for step in range(STEPS):
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
 
 
-def test_a_kl_in_the_reward_moves_the_gradient_once_the_policy_has_moved(build: Any) -> None:
+def test_a_kl_in_the_reward_moves_the_gradient_once_the_policy_has_moved(build_trl: Any) -> None:
     without = {"preset": "paper/tis", "advantages": "dr_grpo"}
-    runs = [run_trl(build, gradient_accumulation_steps=1, offpolicy=spec)[0] for spec in (IN_REWARD, without)]
+    runs = [run_trl(build_trl, gradient_accumulation_steps=1, offpolicy=spec)[0] for spec in (IN_REWARD, without)]
     assert distance(runs[0].gradients[0], runs[1].gradients[0]) < GRADIENT_LIMIT  # the policy is still the reference
     assert distance(runs[0].gradients[1], runs[1].gradients[1]) > 1e-3
 
 
-def test_a_flipped_sign_of_the_advantage_is_seen(build: Any, tmp_path: Path) -> None:
+def test_a_flipped_sign_of_the_advantage_is_seen(build_trl: Any, tmp_path: Path) -> None:
     """The comparison above is not satisfied by gradients of the right size alone."""
-    theirs, _, calls = run_trl(build, gradient_accumulation_steps=1)
+    theirs, _, calls = run_trl(build_trl, gradient_accumulation_steps=1)
     flipped = {"reward_weights": [-1.0]}
     watch, _ = run_lightning(tmp_path, calls, 1, flipped, {})
     assert distance(watch.gradients[0], theirs.gradients[0]) > 1e-2

@@ -54,10 +54,10 @@ LEAST = 1e-3
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_the_same_in_both_trainers_and_does_something(name: str, build: Any, tmp_path: Path) -> None:
+def test_a_method_is_the_same_in_both_trainers_and_does_something(name: str, build_trl: Any, tmp_path: Path) -> None:
     """Two steps on each batch of rollouts, so that the policy has moved at every second one."""
     spec, twice = {"preset": name, "options": METHODS[name]}, {"num_iterations": 2}
-    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy=spec)
+    theirs, rows, calls = run_trl(build_trl, gradient_accumulation_steps=1, **twice, offpolicy=spec)
     watch, _ = run_lightning(tmp_path, calls, 1, {"correction": spec}, twice)
     assert len(watch.logs) == len(rows) == STEPS
     for step in range(STEPS):
@@ -65,7 +65,7 @@ def test_a_method_is_the_same_in_both_trainers_and_does_something(name: str, bui
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
 
-    plain, _, _ = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy="measure")
+    plain, _, _ = run_trl(build_trl, gradient_accumulation_steps=1, **twice, offpolicy="measure")
     apart = [distance(theirs.gradients[step], plain.gradients[step]) for step in range(2)]
     if name in AT_THE_SECOND_STEP:
         assert apart[0] < GRADIENT_LIMIT and apart[1] > LEAST
@@ -76,18 +76,18 @@ def test_a_method_is_the_same_in_both_trainers_and_does_something(name: str, bui
 @pytest.mark.integration
 @pytest.mark.parametrize("name", PARTS)
 def test_an_option_of_a_part_is_the_same_in_both_trainers_and_does_something(
-    name: str, build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, build_trl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The covariance is over the tokens of a micro-batch, so both split a batch in the order of its rows."""
     keep_order(monkeypatch)
     twice = {"num_iterations": 2}
     spec, without = ({"preset": "paper/tis", **changed} for changed in PARTS[name])
-    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy=spec)
+    theirs, rows, calls = run_trl(build_trl, gradient_accumulation_steps=1, **twice, offpolicy=spec)
     watch, _ = run_lightning(tmp_path, calls, 1, {"correction": spec}, twice)
     for step in range(STEPS):
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
-    plain, _, _ = run_trl(build, gradient_accumulation_steps=1, **twice, offpolicy=without)
+    plain, _, _ = run_trl(build_trl, gradient_accumulation_steps=1, **twice, offpolicy=without)
     apart = [distance(theirs.gradients[step], plain.gradients[step]) for step in range(2)]
     assert max(apart) > LEAST, apart

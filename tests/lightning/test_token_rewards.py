@@ -42,17 +42,17 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", METHODS)
-def test_both_trainers_learn_the_same_from_them(name: str, build: Any, tmp_path: Path) -> None:
+def test_both_trainers_learn_the_same_from_them(name: str, build_trl: Any, tmp_path: Path) -> None:
     spec, options = METHODS[name], {"gradient_accumulation_steps": 1, "num_iterations": 2}
     engine = Judged(shift=0.2, noise=0.3)
-    theirs, rows, calls = run_trl(build, engine=engine, **options, offpolicy=spec, token_rewards=True)
+    theirs, rows, calls = run_trl(build_trl, engine=engine, **options, offpolicy=spec, token_rewards=True)
     settings = {"correction": spec, "token_rewards": True}
     watch, _ = run_lightning(tmp_path, calls, 1, settings, {"num_iterations": 2})
     for step in range(STEPS):
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
-    plain, _, _ = run_trl(build, **options, offpolicy=spec)
+    plain, _, _ = run_trl(build_trl, **options, offpolicy=spec)
     assert distance(theirs.gradients[0], plain.gradients[0]) > LEAST
 
 
@@ -66,10 +66,10 @@ def by_rollout(judge: Judged) -> Any:
 
 
 @pytest.mark.integration
-def test_a_rollout_function_brings_them_with_output_of_tools(build: Any, tmp_path: Path) -> None:
+def test_a_rollout_function_brings_them_with_output_of_tools(build_trl: Any, tmp_path: Path) -> None:
     """The same function in both trainers; a token outside the mask counts 0 in both."""
     judge = Judged(noise=0.3, masked=True)
-    theirs, _, _ = run_trl(build, engine=judge, gradient_accumulation_steps=1, token_rewards=True)
+    theirs, _, _ = run_trl(build_trl, engine=judge, gradient_accumulation_steps=1, token_rewards=True)
     watch = Watch()
     ours = module(
         OwnMismatch(), rollout=by_rollout(Judged(noise=0.3, masked=True)), correction="paper/tis", token_rewards=True,
