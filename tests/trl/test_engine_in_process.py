@@ -186,7 +186,6 @@ def test_weights_that_vllm_changes_are_processed_at_each_sync(
         return 17
 
     monkeypatch.setattr(trl_engines, "reload_in_process", reload)
-    monkeypatch.setattr(trl_engines, "with_config", lambda target: torch.no_grad())
     engine = made(llm, sleep=sleep, monkeypatch=monkeypatch)
     assert changes_after_loading(llm) is reloads
     for _ in range(3):

@@ -268,6 +268,8 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]], *, part: 
     Raises:
         SyncError: it would drop a weight (:func:`~trl_offpolicy.engines.weights.shapes.with_place`).
     """
+    from vllm.config import set_current_vllm_config
+
     size = 0
 
     def counted() -> Iterable[tuple[str, Tensor]]:
@@ -277,7 +279,8 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]], *, part: 
             yield name, tensor
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    with cpu_reload(runner.model), quiet_part() if part else nullcontext():
+    config = set_current_vllm_config(llm.llm_engine.vllm_config)  # layers look for it, as in a reload by vLLM's worker
+    with config, cpu_reload(runner.model), quiet_part() if part else nullcontext():
         runner.reload_weights(weights_iterator=with_place(counted(), *names_of(runner.model)))
     reset_prefix_cache(llm)
     llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail

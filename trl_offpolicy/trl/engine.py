@@ -52,7 +52,7 @@ from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.functional.collective import scattered
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.rollouts.screening import Columns, Screen, Unusable
-from trl_offpolicy.trl.in_process import Sleeper, WithAdapter, changes_after_loading, copied, with_config
+from trl_offpolicy.trl.in_process import Sleeper, WithAdapter, changes_after_loading, copied
 from trl_offpolicy.trl.keyed_client import KeyedClient
 from trl_offpolicy.trl.rebinding import rebound
 
@@ -380,8 +380,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self._on_cpu:  # an engine that slept has lost what it was given before
             named = self._changed.select(named, whole=self.enable_sleep_mode)
         whole = not self._changed.sent_part
-        with with_config(self.llm):
-            return reload_in_process(self.llm, named, part=not whole), whole
+        return reload_in_process(self.llm, named, part=not whole), whole
 
     def _send_to_server(self, version: int) -> tuple[str, int, bool]:
         """Send the weights and return (kind, bytes, whether they were all). All ranks gather, the main one sends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -74,14 +73,6 @@ def changes_after_loading(llm: Any) -> bool:
     config = llm.llm_engine.vllm_config.model_config
     quantised = config.quantization not in (None, LAID_OUT_BY_THE_TRAINER)
     return bool(quantised or config.use_mla or config.get_num_experts() > 0)
-
-
-def with_config(llm: Any) -> AbstractContextManager[Any]:
-    """A context in which vLLM's layers find their configuration, as in its own reload by a worker."""
-    from vllm.config import set_current_vllm_config
-
-    context: AbstractContextManager[Any] = set_current_vllm_config(llm.llm_engine.vllm_config)
-    return context
 
 
 def copied(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
