@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def run_command(
 
 
 def end_family(pid: int) -> None:
-    """Ends a process and all that it started, directly or not; processes that have ended are left out."""
+    """Ends a process and all that it started, directly or not, and waits until they have; ended ones are left out."""
     try:
         first = psutil.Process(pid)
         family = [first, *first.children(recursive=True)]
@@ -57,3 +58,14 @@ def end_family(pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    until = time.monotonic() + 30  # a busy machine takes its time with what was killed
+    while any(map(computes, family)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def computes(process: psutil.Process) -> bool:
+    """False if the process has ended, whether or not its parent has asked for its exit status."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trl_offpolicy.rollouts.prompts import Prompts, different_prompts, own_prompts
+from trl_offpolicy.rollouts.prompts import Prompts, prompts_of_rows
 from trl_offpolicy.rollouts.shared_prefix import prompts_once
 
 SHAPE = {
@@ -81,11 +81,16 @@ def scores(model: Any, rows: dict[str, Tensor], prompts: Prompts | None, *, coun
     return torch.where(rows["completion_mask"].bool(), logps, 0.0)
 
 
+def prompts_among(rows: dict[str, Tensor], *, shared: bool = True) -> Prompts:
+    """The prompts of rows, in common or each row's own."""
+    ids, mask = (torch.cat([rows[f"prompt_{kind}"], rows[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask"))
+    return prompts_of_rows(ids, mask, rows["prompt_ids"].shape[1], shared=shared)[0]
+
+
 def both(model: Any, rows: dict[str, Tensor], *, shared: bool = True, **how: Any) -> list[tuple[Tensor, Tensor]]:
     """(log-probs, gradient of all weights) on the plain path and in one sequence."""
     found, weights = [], [p for p in model.parameters() if p.requires_grad]
-    of = different_prompts if shared else own_prompts
-    for prompts in (None, of(rows["prompt_ids"], rows["prompt_mask"])):
+    for prompts in (None, prompts_among(rows, shared=shared)):
         logps = scores(model, rows, prompts, **how)
         loss = (logps * torch.linspace(-1, 2, logps.numel(), device=logps.device).view(logps.shape)).sum()
         gradients = torch.autograd.grad(loss, weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts.plain_and_shared import KINDS, LIMIT, assert_equal, both, model_of, rows_of, scores
+from rollouts.plain_and_shared import KINDS, LIMIT, assert_equal, both, model_of, prompts_among, rows_of, scores
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from trl_offpolicy.rollouts import micro_batches
-from trl_offpolicy.rollouts.prompts import Prompts, different_prompts
+from trl_offpolicy.rollouts.prompts import Prompts
 from trl_offpolicy.rollouts.shared_prefix import (
     _FIXED_ROPE,
     PROVED,
@@ -39,7 +39,7 @@ def test_log_probs_and_gradient_are_those_of_the_plain_path(kind: str, attention
 @pytest.mark.parametrize(("groups", "copies", "mixed"), [(1, 4, False), (3, 2, True), (4, 1, False), (2, 4, True)])
 def test_any_composition(groups: int, copies: int, mixed: bool) -> None:
     rows = rows_of(groups, copies, mixed=mixed)
-    found = different_prompts(rows["prompt_ids"], rows["prompt_mask"])
+    found = prompts_among(rows)
     assert len(found.ids) == groups and (found.repeats is None) == mixed
     assert_equal(model_of("llama"), rows, counted=False)
 
@@ -77,7 +77,7 @@ def test_gradient_checkpointing_computes_each_layer_again(attention: str, reentr
     for weight in model.model.embed_tokens.parameters():
         weight.requires_grad_()
     rows = rows_of(2, 3)
-    prompts = different_prompts(rows["prompt_ids"], rows["prompt_mask"])
+    prompts = prompts_among(rows)
     logps = scores(model, rows, prompts, counted=False)
     (logps * torch.linspace(-1, 2, logps.numel()).view(logps.shape)).sum().backward()
     gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])  # type: ignore[union-attr]
@@ -109,10 +109,7 @@ def test_bfloat16_differs_by_no_more_than_it_does_from_itself() -> None:
 def test_the_forward_of_the_model_comes_back() -> None:
     model, rows = model_of("llama"), rows_of(2, 3)
     before = scores(model, rows, None, counted=False)
-    with (
-        pytest.raises(RuntimeError, match="within"),
-        prompts_once(model, Prompts(rows["prompt_ids"], rows["prompt_mask"], ()), counted=False),
-    ):
+    with pytest.raises(RuntimeError, match="within"), prompts_once(model, prompts_among(rows), counted=False):
         raise RuntimeError("within")
     assert "forward" not in model.model.__dict__
     assert torch.equal(scores(model, rows, None, counted=False), before)
@@ -192,9 +189,6 @@ def test_a_forward_of_known_rows_does_not_wait_for_the_device(
         logps.sum().backward()
     assert copies == ([] if known else [ids.numel()]) and not waits.seen
     torch.testing.assert_close(logps, scores(model, rows, None, counted=True), rtol=LIMIT, atol=LIMIT)
-    with Waits() as waits:  # of prompts that nobody has looked at
-        scores(model, rows, different_prompts(rows["prompt_ids"], rows["prompt_mask"]), counted=True)
-    assert waits.seen == ["nonzero", "nonzero"]
 
 
 def test_rows_are_known_as_long_as_they_are_the_same() -> None:
@@ -441,8 +435,8 @@ def test_shared_prompts_never_need_more_memory(prompt: int, length: int, least: 
     """At the end of the forward, where a step has its peak; ``least`` = by how much it is less at these lengths."""
     model, rows = model_of("qwen3"), rows_of(2, 4, prompt=prompt, length=length)
     plain = saved_bytes(model, rows, None)
-    shared = saved_bytes(model, rows, different_prompts(rows["prompt_ids"], rows["prompt_mask"]))
+    shared = saved_bytes(model, rows, prompts_among(rows))
     assert shared * least <= plain
     apart = rows_of(8, 1, prompt=prompt, length=length)  # no prompt is shared: nothing is gained
-    alone = saved_bytes(model, apart, different_prompts(apart["prompt_ids"], apart["prompt_mask"]))
+    alone = saved_bytes(model, apart, prompts_among(apart))
     assert least == 1.0 or alone > 1.2 * shared

@@ -34,12 +34,6 @@ class Block:
     width: int
     place: Tensor | None
 
-    @classmethod
-    def of(cls, mask: Tensor) -> Block:
-        """The block of a (R, W) mask; waits for the device."""
-        place = mask.flatten().nonzero().squeeze(1)
-        return cls(mask.shape[0], mask.shape[1], None if len(place) == mask.numel() else place)
-
     @property
     def tokens(self) -> int:
         """How many tokens there are, n."""
@@ -85,11 +79,8 @@ class Rows:
             kind: the attention implementation, as in the model's configuration.
         """
         masks_of = prompts.mask, whole[:, prompts.mask.shape[1] :]
-        if prompts.places is None:
-            prompt, completion = (Block.of(mask) for mask in masks_of)
-        else:
-            pairs = zip(masks_of, prompts.places, strict=True)
-            prompt, completion = (Block(mask.shape[0], mask.shape[1], place) for mask, place in pairs)
+        pairs = zip(masks_of, prompts.places, strict=True)
+        prompt, completion = (Block(mask.shape[0], mask.shape[1], place) for mask, place in pairs)
         full = prompt.place is None
         if "flash" in kind:  # it aligns the last query with the last key, and takes the mask of padding as it is
             masks = None if full else prompts.mask, None if full and completion.place is None else whole

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trl_offpolicy.rollouts.micro_batches import numbered, same_rows
+from trl_offpolicy.rollouts.micro_batches import numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +20,13 @@ class Prompts:
     """The different prompts of some rows: (U, P) ids and mask, and for each row the number of its prompt.
 
     ``places``: of the (U, P) prompts and of the (B, T) completions behind the rows' own, the numbers of those places
-    that have a token, (n,) on the device; None = all have one. It is None if nobody has looked.
+    that have a token, (n,) on the device; None = all have one.
     """
 
     ids: Tensor
     mask: Tensor
     of_row: tuple[int, ...]
-    places: tuple[Tensor | None, Tensor | None] | None = None
+    places: tuple[Tensor | None, Tensor | None]
 
     @property
     def are_shared(self) -> bool:
@@ -116,15 +116,3 @@ def _marked(rows: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
     """The tensors of a micro-batch, each with a number that changes when it is written to."""
     values = (rows[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
     return [(value, 0 if value.is_inference() else value._version) for value in values]
-
-
-def own_prompts(ids: Tensor, mask: Tensor) -> Prompts:
-    """(B, P) prompts, each that of one row, equal or not."""
-    return Prompts(ids, mask, tuple(range(len(ids))))
-
-
-def different_prompts(ids: Tensor, mask: Tensor) -> Prompts:
-    """The different prompts among (B, P) left-padded ones."""
-    of_row = same_rows(torch.where(mask.bool(), ids, -1))
-    first = [of_row.index(number) for number in range(max(of_row) + 1)]
-    return Prompts(ids[first], mask[first], tuple(of_row))
