@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trl_offpolicy.control import AcceptUpdate, Action, UpdateGate, parse_control
+from trl_offpolicy.control.acceptance import gate_of
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.engines.sync import WeightSync
 from trl_offpolicy.run_folder.run_data import MetricsLog
@@ -60,6 +61,34 @@ def test_after_three_rejections_in_a_row_the_run_goes_on() -> None:
     stays, weights, _ = judged([0.01, 0.1, 0.1, 0.1, 0.1, 0.01])
     assert stays == [True, False, False, False, True, True]
     assert weights == [0, 0, 0, 0, 4, 5]
+    assert judged([0.01, 0.1, 0.1], patience=1)[0] == [True, False, True]
+
+
+def test_rejections_are_counted_and_named() -> None:
+    model, notes = nn.Linear(1, 1, bias=False), list[Action]()
+    one = gate(model, notes)
+    for update, gap in enumerate([0.01, 0.1, 0.1, 0.01, 0.1]):
+        one.accepts(update, math.exp(-gap))
+    assert one.rejected == len(notes) == 3 and {note.controller for note in notes} == {"accept_update"}
+
+
+def test_a_gap_at_the_bound_stays() -> None:
+    gap = -math.log(0.5)
+    assert judged([gap, gap], growth=1.0 + 1e-9, least=gap)[0] == [True, True]
+
+
+def test_the_gate_of_a_run_is_that_of_its_rule() -> None:
+    model, notes = nn.Linear(1, 1, bias=False), list[Action]()
+    parameters = lambda: dict(model.named_parameters())  # noqa: E731
+    assert gate_of((), parameters, notes.append) is None and gate_of((object(),), parameters, notes.append) is None
+    one = gate_of((object(), AcceptUpdate(growth=5.0)), parameters, notes.append)
+    assert one is not None
+    set_to(model, 1.0)
+    assert one.accepts(0, math.exp(-0.01)) and one.accepts(1, math.exp(-0.04))  # below five times the usual gap
+    set_to(model, 2.0)
+    assert not one.accepts(2, math.exp(-0.2)) and len(notes) == 1
+    one.restore()
+    assert model.weight.item() == 1.0
 
 
 class Rounding:
@@ -127,6 +156,8 @@ def test_it_runs_only_if_it_is_named() -> None:
     ("options", "message"),
     [
         ({"growth": 1.0}, r"growth must be above 1 \(the usual gap\), but got 1.0"),
+        ({"growth": -1.0}, "growth must be positive and finite, but got -1.0"),
+        ({"history": 0}, "history must be a whole number of at least 1, but got 0"),
         ({"least": 0}, "least must be positive and finite, but got 0"),
         ({"patience": 0}, "patience must be a whole number of at least 1, but got 0"),
     ],

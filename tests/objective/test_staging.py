@@ -93,6 +93,14 @@ def test_in_mode_bypass_the_kl_in_the_reward_is_that_of_the_sampler():
         stages.decide(replace(given, sampling_per_token_logps=None))
 
 
+def test_a_token_that_the_sampler_could_not_have_drawn_costs_nothing():
+    kl = op.KLPenalty(coef=0.5, estimator="k1", place="reward")
+    sampling = torch.tensor([[-1.0, -2.0], [-1.0, -torch.inf], [-3.0, -1.0], [-1.0, -1.0]])
+    given = batch(ref_per_token_logps=torch.full((4, 2), -1.5), sampling_per_token_logps=sampling)
+    decided = stage(op.Objective(kl=kl, mode="bypass"), op.advantages.DrGRPO()).decide(given)
+    torch.testing.assert_close(decided.rows["advantages"], torch.tensor([0.625, -0.625, 1.5, -1.5]))
+
+
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_the_kl_in_the_reward_is_added_to_rewards_by_token(mode):
     """By hand: the total of a response is its reward, the rewards of its tokens, and minus their KL."""
@@ -244,6 +252,48 @@ def test_importance_weights_come_from_the_correction():
     assert torch.equal(decided.rows["advantages"], AWARE(inputs))
     assert torch.equal(decided.rows["decided_weights"], weights)
     assert not torch.allclose(decided.rows["advantages"], OTB(inputs), atol=1e-3)
+
+
+def test_rejected_responses_count_unless_the_baseline_is_that_of_kept_ones():
+    """Row 2 is rejected, and its reward of 4 stays in the mean."""
+    whole = batch(**SUMS)
+    fields = {"weight": TIS.weight, "keep": (TOKEN_BAND,)}
+    every, kept = (
+        stage(op.Objective(correction=op.Correction(**fields, baseline=baseline)), AWARE).decide(whole)
+        for baseline in ("all", "kept")
+    )
+    inputs = AdvantageInputs(
+        rewards=whole.rewards, group_ids=IDS, mask=whole.mask, per_token_logps=whole.logps("old"),
+        weights=op.Correction(**fields)(whole).weights, **SUMS,
+    )  # fmt: skip
+    assert torch.equal(every.rows["advantages"], AWARE(inputs))
+    assert not torch.allclose(kept.rows["advantages"][2:], every.rows["advantages"][2:], atol=1e-3)
+
+
+def test_the_correction_is_computed_once_for_its_advantages_and_its_decisions(monkeypatch):
+    calls, original = [], op.Correction.__call__
+    monkeypatch.setattr(op.Correction, "__call__", lambda self, given: calls.append(1) or original(self, given))
+    stages = stage(op.Objective(correction=TIS), AWARE)
+    stages.decide(batch(**SUMS))
+    assert len(calls) == 1
+
+
+def test_a_weight_of_a_whole_response_travels_as_one_number():
+    weight = op.TruncateWeight(level="sequence", max_weight=2.0)
+    correction = op.Correction(weight=weight, keep=(BUDGET,), nonfinite="neutral")
+    decided = stage(op.Objective(correction=correction)).decide(batch())
+    assert decided.rows["decided_weights"].shape == (4, 1) and decided.rows["decided_keep"].shape == (4, 2)
+
+
+def test_a_row_correction_can_be_replaced_in_training():
+    stages = stage(op.Objective(correction=TIS), op.advantages.RLOO())
+    other = op.Correction(keep=(TOKEN_BAND,))
+    changed = stages.with_correction(other)
+    assert changed.late.correction is other and changed.early is None and changed.advantages is stages.advantages
+    assert stages.late.correction is TIS
+    wide = stage(op.Objective(correction=op.Correction(keep=(BUDGET,))))
+    with pytest.raises(ValueError, match=r"^correction must be of row scope to be replaced in training, but got Corr"):
+        wide.with_correction(other)
 
 
 def test_terms_by_sign_see_the_new_advantages():

@@ -50,6 +50,24 @@ def test_what_is_no_column_of_rewards_is_refused(value: Any, error: type[Excepti
         read_token_rewards(value, IDS, wanted=True, where="engine")
 
 
+def test_a_long_row_is_shown_in_part() -> None:
+    whole, longer = ["x" * 76], ["x" * 77]  # 80 and 81 characters as a list
+    with pytest.raises(TypeError, match=r"row 0 is \['x{76}'\]\.$"):
+        read_token_rewards([whole, [0.0]], IDS, wanted=True, where="engine")
+    with pytest.raises(TypeError, match=r"row 0 is \['x{75}\.\.\.\.$"):
+        read_token_rewards([longer, [0.0]], IDS, wanted=True, where="engine")
+
+
+def test_padded_rewards_are_float32_whatever_the_default() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert padded_token_rewards([[0.5]], torch.zeros(1, 2)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+    assert padded_token_rewards([[0.5]], torch.zeros(1, 2, device="meta")).device.type == "meta"
+
+
 def test_a_column_that_is_not_wanted_names_the_setting() -> None:
     with pytest.raises(ValueError, match=r"^token_rewards must be true to learn from .* the engine returned, but got"):
         read_token_rewards([[0.0] * 3, [0.0]], IDS, wanted=False, where="engine")

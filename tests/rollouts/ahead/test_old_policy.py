@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trl_offpolicy.objective.proximal import RecomputedProximal
+from trl_offpolicy.objective.proximal import InterpolatedProximal, RecomputedProximal
 from trl_offpolicy.rollouts.ahead.local_weights import copied, loaded
 from trl_offpolicy.rollouts.ahead.old_policy import (
+    OLD,
     PROXIMAL,
     InItsOwnModel,
     InTheModel,
@@ -181,6 +182,78 @@ def test_the_average_is_of_the_versions_with_a_generation_batch_however_often_we
             seen.append(rows[PROXIMAL][0, 0].item())
 
     assert seen == [1.0, 7.0, 7.0]
+
+
+def completed(old: OldPolicy, model: Model, rows: dict[str, Any], versions: list[list[int]], **changes: Any) -> Any:
+    """The batch after :meth:`OldPolicy.complete`; each row scores as the weight it is scored with."""
+    ids = torch.zeros(len(versions), 2, dtype=torch.long)
+    rows = {"completion_ids": ids, **rows}
+    options: dict[str, Any] = {
+        "model": model, "proximal": RecomputedProximal(), "mask": torch.ones_like(ids).bool(), "current": 7,
+        "score": lambda held: held.scale.detach() + torch.zeros(ids.shape),
+    }  # fmt: skip
+    old.complete(rows, versions, **{**options, **changes})
+    return rows
+
+
+@pytest.mark.parametrize("old_logps", ["snapshot", "model"])
+def test_copies_give_the_old_log_probs_of_each_tokens_version(old_logps: Any) -> None:
+    """Nothing keeps the log-probs at the current weights: with copies the clip is around the old policy."""
+    model, old = Model(), OldPolicy(AsyncSettings(lag=2, old_logps=old_logps))
+    for version in (3, 4):
+        set_to(model, -float(version))
+        old.keep(model, version, oldest=3)
+    set_to(model, -9.0)
+    scored_by: list[Any] = []
+
+    def score(held: Model) -> torch.Tensor:
+        scored_by.append(held is model)
+        return held.scale.detach() + torch.zeros(2, 2)
+
+    mask = torch.tensor([[True, True], [True, False]])
+    rows = completed(old, model, {OLD: torch.ones(2, 2)}, [[3, 4], [4]], score=score, mask=mask)
+    assert rows[OLD].tolist() == [[-3.0, -4.0], [-4.0, 0.0]] and PROXIMAL not in rows
+    assert rows["policy_versions"].tolist() == [[3, 4], [4, 4]]
+    assert scored_by == [old_logps == "snapshot"] * 2 and model.scale.item() == -9.0
+    assert not old.reads_scores(RecomputedProximal()) and old.name_of_scores(RecomputedProximal()) is None
+
+
+def test_without_copies_the_current_weights_are_the_proximal_policy() -> None:
+    model, old = Model(), OldPolicy(AsyncSettings())
+    old.keep(model, 0, oldest=0)
+    today = torch.full((2, 2), -1.0)
+    rows = completed(old, model, {OLD: today}, [[6, 6], []])
+    assert rows[PROXIMAL] is today and OLD not in rows and old.average is None
+    assert rows["policy_versions"].tolist() == [[6, 6], [7, 7]]  # a row without a token has the present version
+    assert old.reads_scores(RecomputedProximal()) and not old.reads_scores(InterpolatedProximal())
+    assert old.name_of_scores(RecomputedProximal()) == PROXIMAL
+    assert old.name_of_scores(InterpolatedProximal()) is None  # it makes its own centre
+    for rows in (
+        completed(old, model, {OLD: today}, [[6, 6]], proximal=InterpolatedProximal()),
+        completed(old, model, {}, [[6, 6]]),  # nothing was scored
+    ):
+        assert set(rows) == {"completion_ids", "policy_versions"}
+    assert not OldPolicy(AsyncSettings(old_logps="refuse")).reads_scores(RecomputedProximal())
+
+
+@pytest.mark.parametrize(("old_logps", "freed"), [("snapshot", 2), ("balance", 2), ("ewma", 2), ("model", 0)])
+def test_what_deepspeed_has_gathered_is_freed_before_and_after_an_exchange(old_logps: Any, freed: int) -> None:
+    model, calls = Model(), list[int]()
+    old = OldPolicy(AsyncSettings(lag=2, old_logps=old_logps), release=lambda: calls.append(1))
+    old.keep(model, 0, oldest=0)
+    completed(old, model, {}, [[0, 0]])
+    assert len(calls) == freed  # a second model exchanges nothing
+
+
+def test_an_average_continues_from_a_checkpoint() -> None:
+    model, first, second = Model(), WeightAverage(0.5), WeightAverage(0.5)
+    first.add(model, 4)
+    second.load_state_dict(first.state_dict())
+    set_to(model, 5.0)
+    for average in (first, second):
+        average.add(model, 6)
+        assert average.score(model, lambda held: held.scale.item()) == 4.0  # type: ignore[arg-type, return-value]
+    assert second.state_dict() == {"version": 6, "average": {"scale": torch.tensor(4.0)}}
 
 
 def test_autocast_does_not_score_a_copy_with_the_weights_of_before() -> None:
