@@ -142,6 +142,9 @@ def test_rewards_by_token_need_the_whole_batch_and_refuse_what_would_leave_them_
     filtered = op.Objective(correction=op.Correction(keep=(TOKEN_BAND, op.EqualRewards())))
     with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with EqualRewards, .* group_rewards,"):
         stage(filtered, token_rewards=True)
+    corrected = replace(shaped, correction=op.Correction(keep=(TOKEN_BAND,)))  # a term that reads no rewards
+    with pytest.raises(NotImplementedError, match=r"^token_rewards must be false with ZeroVariance, .* group_rewards,"):
+        stage(corrected, token_rewards=True)
 
 
 def test_gdpo_has_no_place_for_a_kl_in_the_reward():
