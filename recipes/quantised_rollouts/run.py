@@ -1,6 +1,6 @@
 """Quantised rollouts at laptop scale: does the correction help the learner, and what does the log say?
 
-    python recipes/quantised_rollouts/run.py            # the whole table, about half an hour on two idle cores
+    python recipes/quantised_rollouts/run.py            # the whole table, about 20 minutes on two idle cores
     python recipes/quantised_rollouts/run.py --short    # INT3, two seeds, fewer generations: two minutes
 
 A small model is first taught to sort symbols, then trained by GRPO on answers of a copy whose weights were rounded to
