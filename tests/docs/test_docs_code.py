@@ -45,14 +45,17 @@ RUN = ("demo", "presets", "doctor", "report")
 """Subcommands that take seconds."""
 STATUS = {"--fail-on critical": 3}
 """Exit statuses other than 0 that a page shows."""
-ENGINE_IN_PROCESS = 'use_vllm=True, vllm_mode="colocate"'
+TEN_STEPS = "\n".join(
+    f"    {option}," for option in ("max_steps=10", "logging_steps=1", "max_completion_length=16", "use_vllm=True")
+)
+"""Options of the first run on README and the first page, but for where the engine is."""
 REPLACED = {
     "README.md": {
-        f"max_steps=10, max_completion_length=16, {ENGINE_IN_PROCESS}": "**on_cpu",
+        f'{TEN_STEPS}\n    vllm_mode="colocate"': "    **on_cpu",
         '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
         "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
         'correction="paper/tis", engine={"type": "vllm"}': 'correction="paper/tis", **tiny_lightning',
-        "Trainer(max_steps=100)": "Trainer(max_steps=1, **quiet)",
+        "Trainer(max_steps=100, log_every_n_steps=1)": "Trainer(max_steps=1, **quiet)",
         "micro_batch_size=8, num_generations=8": "micro_batch_size=4, num_generations=4",
     },
     "docs/lightning.md": {
@@ -60,7 +63,7 @@ REPLACED = {
         'engine={"type": "vllm", "dtype": "float32"}': "**tiny_lightning",
         'sampling={"max_tokens": 64}': 'sampling={"max_tokens": 6}',
         "micro_batch_size=8, num_generations=8": "micro_batch_size=4, num_generations=4",
-        "max_steps=100, accumulate_grad_batches=2": "max_steps=1, accumulate_grad_batches=2, **quiet",
+        "max_steps=100, log_every_n_steps=1, accumulate": "max_steps=1, **quiet, accumulate",
     },
     "docs/control.md": {"GRPOTrainer(...)": "stock_trainer()"},
     "docs/extending.md": {
@@ -70,7 +73,7 @@ REPLACED = {
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {
-    '    max_steps=10,\n    max_completion_length=16,\n    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
+    f'{TEN_STEPS}\n    vllm_mode="colocate"': "    **on_cpu",
     '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
     "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
 }
