@@ -73,13 +73,17 @@ def test_rejections_are_counted_and_named() -> None:
 
 
 def test_a_gap_at_the_bound_stays() -> None:
-    gap = -math.log(0.5)
-    assert judged([gap, gap], growth=1.0 + 1e-9, least=gap)[0] == [True, True]
+    """The bound is then ``least``, the very number that the gate makes of the agreement."""
+    one = gate(nn.Linear(1, 1, bias=False), [], least=-math.log(0.25))
+    assert one.accepts(0, math.exp(-0.01)) and one.accepts(1, 0.25) and not one.accepts(2, 0.01)
 
 
 def test_the_gate_of_a_run_is_that_of_its_rule() -> None:
     model, notes = nn.Linear(1, 1, bias=False), list[Action]()
-    parameters = lambda: dict(model.named_parameters())  # noqa: E731
+
+    def parameters() -> dict[str, nn.Parameter]:
+        return dict(model.named_parameters())
+
     assert gate_of((), parameters, notes.append) is None and gate_of((object(),), parameters, notes.append) is None
     one = gate_of((object(), AcceptUpdate(growth=5.0)), parameters, notes.append)
     assert one is not None

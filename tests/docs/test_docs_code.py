@@ -45,13 +45,20 @@ RUN = ("demo", "presets", "doctor", "report")
 """Subcommands that take seconds."""
 STATUS = {"--fail-on critical": 3}
 """Exit statuses other than 0 that a page shows."""
-TEN_STEPS = "\n".join(
-    f"    {option}," for option in ("max_steps=10", "logging_steps=1", "max_completion_length=16", "use_vllm=True")
+FIRST_RUN = ",\n".join(
+    f"    {option}"
+    for option in (
+        "max_steps=10",
+        "logging_steps=1",
+        "max_completion_length=16",
+        "use_vllm=True",
+        'vllm_mode="colocate"',
+    )
 )
-"""Options of the first run on README and the first page, but for where the engine is."""
+"""Options of the first run in README and on the first page."""
 REPLACED = {
     "README.md": {
-        f'{TEN_STEPS}\n    vllm_mode="colocate"': "    **on_cpu",
+        FIRST_RUN: "    **on_cpu",
         '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
         "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
         'correction="paper/tis", engine={"type": "vllm"}': 'correction="paper/tis", **tiny_lightning',
@@ -73,7 +80,7 @@ REPLACED = {
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {
-    f'{TEN_STEPS}\n    vllm_mode="colocate"': "    **on_cpu",
+    FIRST_RUN: "    **on_cpu",
     '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
     "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
 }
