@@ -175,6 +175,19 @@ def make_trainer(recipe: RecipeArguments, training: OffPolicyGRPOConfig, model: 
     return trainer
 
 
+def checkpoint_to_resume(recipe: RecipeArguments, training: OffPolicyGRPOConfig) -> bool | str:
+    """The checkpoint to start from: a folder, or True = the newest whole one of the output folder.
+
+    ``--resume true`` starts anew where there is none yet. ``resume_from_checkpoint``, which transformers leaves to the
+    script, must find one.
+    """
+    asked = training.resume_from_checkpoint
+    if asked is not None and str(asked).lower() != "false":
+        return True if str(asked).lower() == "true" else str(asked)
+    folder = Path(training.output_dir)
+    return recipe.resume and folder.is_dir() and get_last_checkpoint(folder) is not None
+
+
 def main() -> None:
     """Parse, train, save."""
     given = sys.argv[1:]
@@ -191,12 +204,11 @@ def main() -> None:
     options |= {name: commit for name, commit in commits.items() if name in options}
     if training.use_cpu and training.world_size == 1:
         torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
-    folder = Path(training.output_dir)
-    resumes = recipe.resume and folder.is_dir() and get_last_checkpoint(folder) is not None
+    start = checkpoint_to_resume(recipe, training)
     with one_line_errors():
         trainer = make_trainer(recipe, training, model)
     trainer.add_callback(RecipeCallback(options))
-    trainer.train(resume_from_checkpoint=resumes)  # True: from the newest one that is whole
+    trainer.train(resume_from_checkpoint=start)
     trainer.save_model(training.output_dir)
     data = Path(recipe.train_files[0]).stem if recipe.train_files else recipe.dataset_name
     trainer.create_model_card(dataset_name=data)

@@ -20,13 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("grpo_recipe", ROOT / "recipes" / "grpo.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    return module.RecipeArguments
+    return module
+
+
+@pytest.fixture
+def arguments(recipe: Any) -> Any:
+    return recipe.RecipeArguments
 
 
 def test_help_lists_every_field_and_explains_ours(arguments: Any) -> None:
@@ -53,6 +58,30 @@ def test_env_of_the_yaml_is_set_and_the_command_line_wins(
     _, training, _ = parser.parse_args_and_config(["--config", str(config), "--seed", "7", "--offpolicy", "paper/mis"])
     assert os.environ["SOME_TEST_VARIABLE"] == "after"
     assert (training.seed, training.learning_rate, training.offpolicy) == (7, 1e-3, "paper/mis")
+
+
+@pytest.mark.parametrize(
+    ("text", "saved", "expected"),
+    [
+        ("", True, False),
+        ("resume: true", False, False),  # nothing to go on from yet: it starts anew
+        ("resume: true", True, True),
+        ("resume_from_checkpoint: true", True, True),
+        ("resume_from_checkpoint: true", False, True),  # and then fails: it must find one
+        ("resume_from_checkpoint: false", True, False),
+        ("resume_from_checkpoint: elsewhere/checkpoint-3", True, "elsewhere/checkpoint-3"),
+    ],
+)
+def test_a_run_starts_from_the_checkpoint_that_its_yaml_names(
+    recipe: Any, tmp_path: Path, text: str, saved: bool, expected: bool | str
+) -> None:
+    if saved:
+        (tmp_path / "checkpoint-2").mkdir()
+    config = tmp_path / "config.yaml"
+    config.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n{text}\n")
+    parser = TrlParser((recipe.RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
+    own, training, _ = parser.parse_args_and_config(["--config", str(config)])
+    assert recipe.checkpoint_to_resume(own, training) == expected
 
 
 @pytest.mark.parametrize("where", ["file", "command line"])

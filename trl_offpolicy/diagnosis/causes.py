@@ -81,7 +81,7 @@ CAUSES: dict[str, Cause] = {
         "term that drops on purpose (negative advantages only, old versions) is no fault.",
         "Add token weights with a cap to the rejection. Then set the band to the measured width (trl-offpolicy probe), "
         "reduce the lag, and check the precision.",
-        "offpolicy: paper/geometric-mask   # the mask at 0.99 to 1.01 and token weights up to 2\n",
+        "offpolicy: {preset: paper/geometric-mask, options: {low: 0.9, high: 1.1}}   # what probe measured\n",
     ),
     "correction_limit": Cause(
         "beyond correction",
@@ -226,7 +226,7 @@ CAUSES: dict[str, Cause] = {
         "The engine samples with the base model or another adapter.",
         "Scoring with the adapter switched off agrees with the engine.",
         "Name the adapter in the request, or merge it into the weights at each sync.",
-        "engine: {transfer: memory}\n",
+        "engine: {transfer: auto, check_sync: true}   # auto merges the adapter at each sync\n",
     ),
     "precision": Cause(
         "precision",

@@ -205,7 +205,7 @@ def no_room(folder: Path, *, what: str, needed: int | None = None, safe: Sequenc
     return RunFolderError(
         f"The disk of {folder.resolve()} is full: {_size(shutil.disk_usage(folder).free)} are free, and {what} could "
         f"not be written{size}; {kept}, and the records of finished steps are safe. Make room, then go on with "
-        "resume_from_checkpoint: true (Lightning: ckpt_path)."
+        "train(resume_from_checkpoint=True) (recipes/grpo.py: --resume true; Lightning: ckpt_path)."
     )
 
 

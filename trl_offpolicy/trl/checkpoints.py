@@ -109,6 +109,6 @@ def resumed_from(trainer: Any, asked: str | bool | None) -> str | bool | None:
             if fault is not None:
                 raise RunFolderError(
                     f"resume_from_checkpoint must be a whole checkpoint, but {asked} is not: {fault}. Use "
-                    "resume_from_checkpoint: true for the newest whole one."
+                    "resume_from_checkpoint=True (recipes/grpo.py: --resume true) for the newest whole one."
                 )
     return broadcast_object(found)  # type: ignore[no-any-return]

@@ -269,8 +269,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     share_prefix: str = field(
         default="auto",
         metadata={
-            "help": "Compute a prompt once for its completions in a micro-batch: auto (where it pays), true, false. "
-            "Needs gradient_checkpointing false."
+            "help": "Compute a prompt once for its completions in a micro-batch: auto (where it pays), true, false."
         },
     )
     tiled_head: str = field(

@@ -91,5 +91,5 @@ def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
         kind = EngineError if isinstance(error, Refused) else type(error)  # that one is made of an answer's status
         raise kind(
             f"{error} The state after step {trainer.state.global_step} is saved in {trainer.args.output_dir}; go on "
-            "with resume_from_checkpoint: true."
+            "with train(resume_from_checkpoint=True) (recipes/grpo.py: --resume true)."
         ) from error
