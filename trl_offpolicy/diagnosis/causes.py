@@ -7,7 +7,7 @@ from typing import Literal
 
 Branch = Literal["A", "B", "C", "D", "E", "F"]
 """Branches of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights,
-E saturated clip, F growing length."""
+E saturated clip, F growing length, entropy, collapse."""
 
 
 @dataclass(frozen=True)
