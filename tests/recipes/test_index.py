@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import yaml
 from processes import run_command
 
 from scripts.recipes import PAGE, page
+from trl_offpolicy import Correction
 from trl_offpolicy.cli import main
 from trl_offpolicy.cli.recipes import FOLDER, Recipe, all_recipes, copy, find
+from trl_offpolicy.presets.parsing import parse_correction, parse_preset
 
 RECIPES = all_recipes()
 
@@ -68,6 +71,42 @@ def configuration(recipe: Recipe) -> Path | None:
 def prepares(line: str) -> bool:
     """Model and packages: the READMEs have `make model` and the extras of a checkout in their place."""
     return line.startswith(("python recipes/quickstart/prepare_model.py", "pip install"))
+
+
+def cells(recipe: Recipe) -> dict[str, str]:
+    """The rows "what | choice" of a recipe's README."""
+    text = (FOLDER / recipe.folder / "README.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| ([a-z ,]+) \| (.+) \|$", text, re.MULTILINE))
+
+
+def numbers_of(correction: Correction) -> set[float]:
+    """Caps, bounds and limits of a correction."""
+    parts = [part for part in (correction.weight, *correction.keep) if part is not None]
+    options = [getattr(part, field.name) for part in parts for field in fields(part)]
+    return {float(one) for one in options if isinstance(one, float)}
+
+
+NUMBER = re.compile(r"(?<![\w/.-])\d+(?:\.\d+)?(?:e-\d+)?(?![\w%])")
+TRAINED_BY_TRL = [recipe for recipe in RECIPES if (FOLDER / recipe.name / "config.yaml").is_file()]
+
+
+@pytest.mark.parametrize("recipe", TRAINED_BY_TRL, ids=lambda recipe: recipe.name)
+def test_readme_tells_of_the_correction_and_the_engine_that_run(recipe: Recipe) -> None:
+    told = cells(recipe)
+    settings = yaml.safe_load((FOLDER / recipe.name / "config.yaml").read_text(encoding="utf-8"))
+    if "correction" in told:
+        said = {float(one) for one in NUMBER.findall(told["correction"])}
+        preset, more = parse_preset(settings["offpolicy"], where="offpolicy")
+        correction = parse_correction(more.get("correction", {}), where="offpolicy.correction", base=preset.correction)
+        assert said - {0.0, 1.0} == numbers_of(correction)  # a weight of 0, ratios of 1
+    if "engine" in told:
+        engine = settings.get("engine", {})
+        assert ("server" in told["engine"]) == (settings["vllm_mode"] == "server")
+        assert ("rounded" in told["engine"]) == ("weight_rounding" in engine)
+        if "weight_rounding" in engine:
+            assert {"fp8": "FP8", "int8": "8 bits"}[engine["weight_rounding"]] in told["engine"]
+        dtype = re.search(r"b?float\d+", told["engine"])  # the first; a reason may name others
+        assert dtype is None or dtype[0] == engine.get("dtype", "float32")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
