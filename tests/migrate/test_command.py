@@ -214,6 +214,25 @@ def test_the_responses_of_a_prompt_are_carried_without_the_other_sizes(
     assert missing in " ".join(" ".join(lists).split()) and "unknown to this kit" not in " ".join(lists)
 
 
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "generations"),
+    [
+        ("verl", "a.yaml", "actor_rollout_ref: {rollout: {name: vllm}}", 1),
+        ("areal", "e.yaml", "gconfig: {max_new_tokens: 100}", 1),
+        ("openrlhf", "f.sh", "python3 -m openrlhf.cli.train_ppo_ray --rollout.max_new_tokens 100", 1),
+        ("prime-rl", "h.toml", "[orchestrator]\nseq_len = 100\n", 1),
+        ("skyrl", "c.yaml", "generator: {sampling_params: {temperature: 0.9}}", 5),
+    ],
+)  # fmt: skip
+def test_a_framework_s_default_responses_of_a_prompt_do_not_become_trls(
+    tmp_path: Path, framework: str, name: str, text: str, generations: int
+) -> None:
+    printed, lists = migrated(write(tmp_path, text, name), name=framework)
+    said = "(its default): 1 response of a prompt, and GRPO needs at least 2: set num_generations"
+    assert (said in " ".join(" ".join(lists).split())) == (generations == 1)
+    assert yaml.safe_load(printed).get("num_generations", 1) == generations
+
+
 def test_a_setting_is_never_suggested_for_itself(tmp_path: Path) -> None:
     """One that acts together with others only, here the devices without any batch size."""
     _, lists = migrated(write(tmp_path, VERL + "trainer: {nnodes: 2}\n"))

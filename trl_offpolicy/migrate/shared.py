@@ -94,13 +94,25 @@ def sizes_unknown(source: Source, names: tuple[str, ...], generations: str, why:
         generations: the one that counts the responses of a prompt.
         why: the reason for all others.
     """
-    keys = source.given(*names)
-    value = given_or(source, generations) if source.has(generations) else None
-    if value is not None and value > 1:
-        yield Carried((generations,), {"num_generations": value})
-        keys = tuple(key for key in keys if key != generations)
+    yield from responses_of_a_prompt(source, generations)
+    said = () if given_or(source, generations) is None else (generations,)
+    keys = tuple(key for key in source.given(*names) if key not in said)
     if keys:
         yield Left(keys, why)
+
+
+def responses_of_a_prompt(source: Source, key: str) -> Iterable[Found]:
+    """``num_generations`` alone, given or by the framework's default, where the batch sizes are not computed."""
+    value = given_or(source, key)
+    if value is None:
+        return
+    shown = source.settings.shown(key)
+    if value == 1:
+        why = "1 response of a prompt, and GRPO needs at least 2: set num_generations (left out, TRL takes 8)"
+        yield Left(source.given(key), why, pattern=shown)
+    else:
+        why = "" if source.has(key) else f"the default of {shown}"
+        yield Carried(source.given(key), {"num_generations": value}, why)
 
 
 def reward_kl(keys: tuple[str, ...], coef: float, estimator: str, why: str, *, max_value: float | None = 10.0) -> Found:

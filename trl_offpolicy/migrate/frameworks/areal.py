@@ -156,6 +156,7 @@ def _devices(source: Source) -> tuple[str, int | None]:
 def _batch(source: Source) -> Iterable[Found]:
     names = ("train_dataset.batch_size", "gconfig.n_samples", "actor.ppo_n_minibatches")
     if not source.has(*names):
+        yield from shared.responses_of_a_prompt(source, names[1])
         return
     prompts, generations, parts = (shared.given_or(source, name) for name in names)
     where, devices = _devices(source)

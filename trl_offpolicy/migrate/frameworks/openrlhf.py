@@ -140,6 +140,7 @@ def _batch(source: Source) -> Iterable[Found]:
         "train.dynamic_batch_enable",
     )
     if not source.has(*names[:3]):
+        yield from shared.responses_of_a_prompt(source, names[1])
         return
     prompts, generations, step, nodes, devices, micro = (shared.given_or(source, name) for name in names[:6])
     if None in (prompts, generations, step, nodes, devices):

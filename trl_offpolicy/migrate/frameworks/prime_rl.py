@@ -46,9 +46,7 @@ def _batch(source: Source) -> Iterable[Found]:
     names = ("orchestrator.batch_size", "orchestrator.group_size", "deployment.num_train_gpus")
     step, generations = shared.given_or(source, names[0]), shared.given_or(source, names[1])
     if step is None:
-        yield from shared.sizes_unknown(
-            source, names[1:2], names[1], f"{names[0]} is not known; give it as an override"
-        )
+        yield from shared.responses_of_a_prompt(source, names[1])
         return
     nodes = source.get("deployment.num_train_nodes")
     devices = shared.given_or(source, names[2])

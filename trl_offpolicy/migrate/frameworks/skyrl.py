@@ -248,6 +248,7 @@ def _batch(source: Source) -> Iterable[Found]:
     )
     prompts, generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names)
     if not source.has(*names[:3]):
+        yield from shared.responses_of_a_prompt(source, names[1])
         return
     if None in (prompts, generations, mini, nodes, devices):
         yield from shared.sizes_unknown(source, names, names[1], shared.SIZES)

@@ -108,6 +108,7 @@ def _batch(source: Source) -> Iterable[Found]:
     )
     prompts, generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names)
     if not source.has(*names[:3]):
+        yield from shared.responses_of_a_prompt(source, names[1])
         return
     if None in (prompts, generations, mini):
         missing = [f"{name}=..." for name in names[:3] if source.get(name) is None]
