@@ -233,6 +233,11 @@ def test_a_framework_s_default_responses_of_a_prompt_do_not_become_trls(
     assert yaml.safe_load(printed).get("num_generations", 1) == generations
 
 
+def test_areals_default_learning_rate_does_not_become_trls(tmp_path: Path) -> None:
+    printed, _ = migrated(write(tmp_path, "actor: {optimizer: {beta1: 0.9}}", "e.yaml"), name="areal")
+    assert yaml.safe_load(printed)["learning_rate"] == 1e-3
+
+
 def test_a_setting_is_never_suggested_for_itself(tmp_path: Path) -> None:
     """One that acts together with others only, here the devices without any batch size."""
     _, lists = migrated(write(tmp_path, VERL + "trainer: {nnodes: 2}\n"))

@@ -232,7 +232,7 @@ FRAMEWORK = Framework(
         "actor.gradient_checkpointing": Row("gradient_checkpointing", switch),
         "actor.disable_dropout": Row("disable_dropout", switch),
         "actor.importance_sampling_level": Row("importance_sampling_level", one_of("token", "sequence")),
-        f"{OPTIMIZER}.lr": Row("learning_rate", number),
+        f"{OPTIMIZER}.lr": Row("learning_rate", number, default=1e-3),
         f"{OPTIMIZER}.weight_decay": Row("weight_decay", number, default=0.01),
         f"{OPTIMIZER}.beta1": Row("adam_beta1", number),
         f"{OPTIMIZER}.beta2": Row("adam_beta2", number),
