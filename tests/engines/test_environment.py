@@ -12,7 +12,7 @@ import torch
 from trl_offpolicy.engines import environment
 from trl_offpolicy.engines.colocate import require_in_process, require_worker
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.engines.environment import beside_policy, launched, prepare_environment
+from trl_offpolicy.engines.environment import beside_policy, choose_port, launched, prepare_environment
 
 SAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,6 +63,23 @@ def test_of_several_ranks_each_meets_where_they_met(gpu: None, monkeypatch: pyte
         assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == [
             "9", "16", "5", "1234",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "given"), [(1, None), (1, "1234"), (2, None)])
+def test_a_process_alone_meets_itself_where_nobody_else_is(
+    processes: int, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MASTER_PORT", given)
+    choose_port(processes)
+    chosen = os.environ.get("MASTER_PORT")
+    if processes == 1 and given is None:
+        assert chosen is not None
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", int(chosen)))  # nobody listens there
+    else:
+        assert chosen == given
 
 
 def test_an_engine_with_workers_of_its_own_gets_no_weights() -> None:

@@ -5,6 +5,7 @@ vLLM's part is a stand-in that keeps its rules: what sleeps cannot be used, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -97,14 +98,16 @@ def made(llm: Any, *, sleep: bool = False, device: str = "cuda", monkeypatch: py
 
     monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", init)
     monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setattr(trl_engines, "interview_llm", lambda llm, **_: SimpleNamespace(facts=lambda: read(llm)))
     self: Any = TRLEngine.__new__(TRLEngine)
     self.mode, self.tensor_parallel_size, self.enable_sleep_mode = "colocate", 1, sleep
     self.model, self.processing_class = tiny_model(), None
     self.settings, self._run_seed, self._rows = EngineSettings.parse(engine), 1, None
     self.accelerator = SimpleNamespace(
-        process_index=0, device=torch.device(device), is_main_process=True, wait_for_everyone=lambda: None
-    )
+        process_index=0, num_processes=1, device=torch.device(device), is_main_process=True,
+        wait_for_everyone=lambda: None,
+    )  # fmt: skip
     self._dist = SimpleNamespace(is_fsdp=False, fsdp_version=0)
     self._on_server, self._server, self._adapters, self._weight_metadata = False, None, None, None
     self._changed, self._sync, self._step = ChangedWeights(), WeightSync(), lambda: 3
@@ -145,6 +148,11 @@ def test_no_call_reaches_vllm_that_it_warns_of(monkeypatch: pytest.MonkeyPatch) 
     engine.sync_weights()
     engine.generate([[3]], None, 1)
     assert not [line for line in llm.log if "warns" in line]
+
+
+def test_the_engine_starts_at_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made(SleepingLLM(), monkeypatch=monkeypatch)
+    assert int(os.environ["MASTER_PORT"]) != 29500  # TRL's first choice, and that of a run beside this one
 
 
 def test_an_adapter_alone_is_refused_with_sleep_mode() -> None:

@@ -102,6 +102,19 @@ def launched() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def choose_port(processes: int) -> None:
+    """Say at which port the only process of a run starts its process group, unless the user has said it.
+
+    TRL would take the first free port of a short list, and vLLM listens there only seconds later. So two runs that are
+    started together would take the same one, and the second would fail.
+
+    Args:
+        processes: those of the run; several have been told their port by their launcher.
+    """
+    if processes == 1:
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens at."""
     with socket.socket() as one:

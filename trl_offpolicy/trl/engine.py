@@ -31,7 +31,7 @@ from trl_offpolicy.engines.colocate import (
 )
 from trl_offpolicy.engines.drafts import Drafted, Drafts, drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
-from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.environment import choose_port, cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact, exact_engine
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.kept import KeptStore, MaskedLLM, built_with_mask
@@ -187,6 +187,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _start_in_process(self) -> None:
         self.settings.check_colocate()
         prepare_environment()
+        choose_port(self.accelerator.num_processes)
         arguments = {**self._default_arguments(), **self.settings.arguments, **self._seed()}
         if self.settings.exact:
             arguments = self._exact_arguments(arguments)
