@@ -23,6 +23,7 @@ from lightning_module.engines import (
     check_one_each,
     computing_dtype,
     engine_numerics,
+    float32_tensors,
     in_this_process,
     reports_logps_of,
 )
@@ -284,7 +285,9 @@ class Generation:
 
         def score(ids: Sequence[Sequence[int]]) -> list[list[float]]:
             scored = partial(sequence_logps, policy, ids, pad=self.prompts.pad)
-            return models.in_forward(module.trainer.strategy.model, module, scored)
+            strategy = module.trainer.strategy
+            with strategy.precision_plugin.forward_context(), float32_tensors():  # as a training step computes
+                return models.in_forward(strategy.model, module, scored)
 
         picture = image_token(policy.config)  # the probe is text
         texts = [[token for token in ids if token != picture] for ids in prompt_ids]

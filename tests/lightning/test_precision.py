@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from both_trainers import run_lightning, run_trl, trl_side
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_runs import OwnMismatch, Rows, Watch, data, module, trainer
 from tiny_models import tiny_model
+
+from lightning_module import generation
+from trl_offpolicy.rollouts.scoring import sequence_logps
 
 STEPS, RATE = 50, 0.002
 FULL, MIXED, WEIGHTS = "float32", "bf16-mixed", "bf16 weights"
@@ -39,6 +43,29 @@ def test_numbers_of_the_engine_stay_float32_under_bf16_true(tmp_path: Path) -> N
     said = torch.tensor(engine.calls[0]["logprobs"][0])
     assert batch["sampling_per_token_logps"][0, : len(said)].tolist() == said.tolist()
     assert torch.get_default_dtype() == torch.float32
+
+
+class Answers(OwnMismatch):
+    """Answers the probe."""
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [self.words._score(self.source.model, row[:1], row[1:]) for row in ids]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_sync_is_proved_in_the_precision_of_training(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(*args: Any, **options: Any) -> list[list[float]]:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+        return sequence_logps(*args, **options)
+
+    monkeypatch.setattr(generation, "sequence_logps", watched)
+    owner = trainer(tmp_path, max_steps=1, precision=precision)
+    owner.fit(module(Answers(), sync_check=True), data(micro_batch_size=8))
+    assert set(seen) == {(precision == "bf16-mixed", torch.float32)}
 
 
 @pytest.mark.slow
