@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -42,7 +43,8 @@ def test_the_citation_has_the_packages_version() -> None:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = run_command(command, seconds=400, cwd=cwd)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it would come first
+    done = run_command(command, seconds=400, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -22,6 +22,11 @@ def run(*flags: str) -> str:
     return done.stdout
 
 
+def tables(printed: str) -> str:
+    """What was measured, without the lines before it (of DeepSpeed where it is installed: when, and on what)."""
+    return printed[printed.index("24/12/4, ") :]
+
+
 def test_quick_sizes_are_those_of_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also of the commands that ``--all`` starts for its shapes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -53,7 +58,8 @@ def test_the_parts_add_up_without_an_engine(tmp_path: Path) -> None:
         assert min(parts[part] for part in ("scoring", "backward", "correct", "reward")) > 0, name
         assert parts["generate"] == parts["sync"] == 0 and row["peak_gib"][name] > 0
     assert all(gradient < 1e-4 for _, gradient in row["apart"].values())
-    assert run("--no-engine", "--out", str(out)).splitlines()[1:] == printed.splitlines()[1:]
+    known = run("--no-engine", "--out", str(out))
+    assert tables(known) == tables(printed) and "1 rounds: 42 completion tokens" in tables(known)
     assert len(out.read_text().splitlines()) == 1
 
 
