@@ -71,7 +71,7 @@ REPLACED = {
         'sampling={"max_tokens": 64}': 'sampling={"max_tokens": 6}',
         "micro_batch_size=8, num_generations=8": "micro_batch_size=4, num_generations=4",
         "max_steps=100, log_every_n_steps=1, accumulate": "max_steps=1, **quiet, accumulate",
-        "Trainer(max_steps=1, log_every_n_steps=1).fit": "Trainer(max_steps=1, **quiet).fit",
+        "log_every_n_steps=1).fit": "log_every_n_steps=1, **quiet).fit",
     },
     "docs/control.md": {"GRPOTrainer(...)": "stock_trainer()"},
     "docs/extending.md": {
