@@ -104,7 +104,8 @@ def test_other_fixes_lie_where_lightning_has_them() -> None:
         "truncated_sampling": {"model": {"sampling": {"top_p": 1.0, "top_k": 0}}},
         "sync_rounding": {"model": {"engine": {"type": "vllm", "seed": 1, "dtype": "float32"}}},
         "weight_variance": {"model": {"correction": "paper/icepop"}},
-        "wrong_adapter": None,  # no counterpart: words only
+        "wrong_adapter": {"model": {"sync_check": True}},
+        "unreported_sampling": None,  # no counterpart: words only
     }
     for cause, expected in cases.items():
         fix = fix_of(cause, {"settings": settings})

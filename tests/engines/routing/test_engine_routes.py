@@ -240,7 +240,8 @@ def test_the_engine_in_this_process_keeps_its_routes(monkeypatch: pytest.MonkeyP
     engine = TRLEngine.__new__(TRLEngine)
     engine.settings = EngineSettings.parse({"return_routing": True, "transfer": transfer})
     engine._run_seed, engine.tensor_parallel_size = 42, 1
-    engine.accelerator = SimpleNamespace(process_index=0)
+    engine.accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     engine._start_in_process()
     assert engine.routes is not None and engine.routes is engine.llm.store
     assert isinstance(engine.llm, WithAdapter) is (transfer == "adapter")
