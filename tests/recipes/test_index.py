@@ -131,6 +131,7 @@ def test_a_recipe_begins_with_what_it_needs(recipe: Recipe) -> None:
     served = spec.get("vllm_mode") == "server" or engine.get("type") == "server"
     assert served == any("trl-offpolicy serve " in line for line in recipe.before)
     model = spec.get("model_name_or_path") or spec.get("model", {}).get("model") or ""
+    assert model.startswith(".cache/SmolLM2") == any("prepare_model.py" in line for line in recipe.before)
     assert model.startswith(".cache/") == any("python recipes/" in line for line in recipe.before)
     for script in re.findall(r"python (recipes/\S+\.py)", "\n".join(recipe.before)):
         assert (FOLDER.parent / script).is_file()

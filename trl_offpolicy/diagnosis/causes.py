@@ -81,7 +81,7 @@ CAUSES: dict[str, Cause] = {
         "term that drops on purpose (negative advantages only, old versions) is no fault.",
         "Add token weights with a cap to the rejection. Then set the band to the measured width (trl-offpolicy probe), "
         "reduce the lag, and check the precision.",
-        "offpolicy: {preset: paper/geometric-mask, options: {low: 0.9, high: 1.1}}   # as probe measures\n",
+        "offpolicy: {preset: paper/geometric-mask, options: {low: 0.9, high: 1.1}}   # a start; probe measures yours\n",
     ),
     "correction_limit": Cause(
         "beyond correction",
