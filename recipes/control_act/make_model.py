@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.control_act.task import LENGTH, LETTERS, SEPARATOR, question, solution
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache"
+MARKER = "sorter-complete"
 END, PAD = "<end>", "<pad>"
 TRAIN, HELD_OUT = 4000, 256
 BATCH, ASK_EVERY, MOST_STEPS = 256, 10, 2000
@@ -111,6 +112,11 @@ def main() -> int:
     parser.add_argument("--accuracy", type=float, default=0.1, help="at which it stops (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
+    made = f"accuracy {args.accuracy}, seed {args.seed}\n"
+    marker = args.output / MARKER
+    if args.output.exists() and (not marker.exists() or marker.read_text() != made):
+        held = marker.read_text().strip() if marker.exists() else "something else"
+        parser.error(f"--output must be a new folder, or one made with {made.strip()}, but {args.output} holds {held}.")
     if not args.output.exists():
         # written beside the target and renamed, so that a part of a model is never taken for one
         partial = args.output.with_name(args.output.name + ".partial")
@@ -122,6 +128,7 @@ def main() -> int:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_prompts(partial / "prompts", args.seed + 1)
+        (partial / MARKER).write_text(made)
         partial.rename(args.output)
         print(f"{reached:.2f} of the sampled answers are right")
     print(f"model ready: {args.output}")

@@ -59,6 +59,14 @@ def test_the_reward_counts_places_and_the_whole() -> None:
     assert sorted_letters(said, ["a b c d"] * 6) == [1.0, 0.25, 0.5, 0.0, 0.0, 0.375]
 
 
+def test_another_model_is_not_taken_for_the_one_asked_for(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_model.py", "--output", str(made), "--accuracy", "0"])
+    assert make_model.main() == 0
+    monkeypatch.setattr(sys, "argv", ["make_model.py", "--output", str(made), "--accuracy", "0", "--seed", "1"])
+    with pytest.raises(SystemExit):
+        make_model.main()
+
+
 def test_an_unfinished_model_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sorter.partial").mkdir()
     monkeypatch.setattr(make_model, "MOST_STEPS", 1)
