@@ -93,7 +93,7 @@ def train(options: argparse.Namespace, ahead: dict[str, Any]) -> Mode:
 
 def serve(options: argparse.Namespace, log: Any, core: int) -> subprocess.Popen[bytes]:
     """A server on one core."""
-    command = ["taskset", "-c", str(core), sys.executable, "-m", "trl_offpolicy.cli", "serve"]
+    command = ["taskset", "-c", str(core), sys.executable, "-m", "trl_offpolicy", "serve"]
     command += ["--model", options.model, "--port", str(PORT), "--max-model-len", "256"]
     command += ["--lora-rank", "8"] if options.transfer == "adapter" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -64,7 +64,7 @@ def write_run(folder: Path, tokens: int) -> None:
 def measure(command: str, folder: Path) -> None:
     """Run a subcommand and print wall clock, processor time and peak memory."""
     start = time.perf_counter()
-    arguments = [sys.executable, "-m", "trl_offpolicy.cli", command, str(folder)]
+    arguments = [sys.executable, "-m", "trl_offpolicy", command, str(folder)]
     quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
     _, status, usage = os.wait4(os.posix_spawn(sys.executable, arguments, os.environ, file_actions=quiet), 0)
     if status:

@@ -95,7 +95,7 @@ def measure(engine: Any, model: Any, *, how: str, syncs: int) -> dict[str, Any]:
 @contextmanager
 def server_of(path: str) -> Iterator[str]:
     """A vLLM server that takes adapters; yields its address."""
-    command = [sys.executable, "-m", "trl_offpolicy.cli", "serve", "--model", path, "--port", str(PORT)]
+    command = [sys.executable, "-m", "trl_offpolicy", "serve", "--model", path, "--port", str(PORT)]
     command += ["--lora-rank", "16", "--max-model-len", "128", "--beside-leftovers", "--", "--max-num-seqs", "32"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
