@@ -60,10 +60,10 @@ def draw_step(axes: Axes, step: Step, top: float) -> float:
         axes.text(0.0, top + i + 0.5, text, va="center", fontsize=7.5, family="monospace")
     middle = top + height / 2
     axes.annotate("", (0.46, middle), (0.42, middle), arrowprops={"arrowstyle": "->", "color": GREY})
-    axes.text(0.47, middle - 0.45, about.title, va="center", fontsize=8.5, weight="bold", color=COLOURS[step.severity])
+    axes.text(0.47, middle - 0.45, about.title, va="center", fontsize=7.8, weight="bold", color=COLOURS[step.severity])
     axes.text(0.47, middle + 0.45, f"{step.severity}, branch {about.branch}", va="center", fontsize=7.5, color=GREY)
     for i, text in enumerate(fix):
-        axes.text(0.73, middle + i - (len(fix) - 1) / 2, text, va="center", fontsize=7.5)
+        axes.text(0.785, middle + i - (len(fix) - 1) / 2, text, va="center", fontsize=7.5)
     axes.plot([0, 1], [top + height + 0.25] * 2, linestyle="-", color=GREY, linewidth=0.4, alpha=0.6)
     return top + height + 0.5
 
@@ -82,8 +82,8 @@ def diagnosis_tree(figure: Figure) -> None:
     """One row a branch, in the order in which the tree is walked."""
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set(xlim=(0, 1.04), ylim=(total_lines(), 0))
-    for x, text in ((0.0, "symptom (any of, offpolicy/...)"), (0.47, "cause"), (0.73, "smallest fix")):
+    axes.set(xlim=(0, 1.09), ylim=(total_lines(), 0))
+    for x, text in ((0.0, "symptom (any of, offpolicy/...)"), (0.47, "cause"), (0.785, "smallest fix")):
         axes.text(x, 0.6, text, va="center", fontsize=8.5, color=GREY)
     top = 1.5
     for step in TREE:

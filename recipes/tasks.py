@@ -238,7 +238,10 @@ def _of_file(file: str, attribute: str) -> Any:
     """What a file of Python code calls ``attribute``; the file is run as a module of its own."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"reward must name a function in an existing file, but there is no {file!r}.")
+        raise FileNotFoundError(
+            f"reward must name a function in an existing file, but there is no {file!r} in {Path.cwd()} (paths count "
+            "from where the command is started)."
+        )
     spec = importlib.util.spec_from_file_location(f"reward_of_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # it ends with .py
     module = importlib.util.module_from_spec(spec)

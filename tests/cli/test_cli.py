@@ -42,6 +42,12 @@ def test_report_output_option(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").is_file() and not (run_dir / "report.html").exists()
 
 
+def test_the_report_of_a_log_file_stands_beside_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_dir / "metrics.jsonl")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(str(run_dir / "metrics.html"))
+    assert (run_dir / "metrics.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -170,6 +176,17 @@ def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.Captur
         cli.main(argv)
     assert stop.value.code == 2
     assert "usage: trl-offpolicy" in capsys.readouterr().err
+
+
+def test_a_mistyped_option_is_named_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--fial-on", "critical", "folder"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "trl-offpolicy doctor: error: an option must be one of --help, but got --fial-on. Did you mean '--fail-on'"
+        in said
+    )
+    assert "folder" not in said
 
 
 def test_the_limits_of_the_doctor_are_listed_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,15 @@ def test_where_vllm_refuses_it_is_built_without(monkeypatch: pytest.MonkeyPatch)
         built_with_mask(LLM, {}, truncated=True)
 
 
+def test_an_option_that_vllm_does_not_have_is_named() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ValueError, match=r"engine must have options .* but got 'dtpye'. Did you mean 'dtype'"):
+        built_with_mask(EngineArgs, {"dtpye": "float32"}, truncated=False)
+    with pytest.raises(TypeError, match="missing"):  # another mistake keeps its words
+        built_with_mask(lambda needed: needed, {}, truncated=False)
+
+
 def test_a_mask_of_another_number_of_tokens_is_not_known() -> None:
     kept = kept_of(completion([5, 6], [[5, 7], [6]]))
     assert kept is not None and kept.tolist() == [[5, 7], [6]]

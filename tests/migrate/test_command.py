@@ -50,6 +50,27 @@ def test_what_comes_from_this_machine_is_said(tmp_path: Path, monkeypatch: pytes
     assert "  data.train_files -> train_files: [/home/me/a.parquet] (from $HOME of this machine)" in lists
 
 
+def test_variables_of_a_yaml_file_are_those_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("OURS", "/here")  # may be another one where the file is used
+    text = (
+        VERL + 'data: {train_files: "${oc.env:HOME}/a.parquet"}\ntrainer: {default_local_dir: "${oc.env:OURS}/run"}\n'
+    )
+    printed, lists = migrated(write(tmp_path, text))
+    fields = yaml.safe_load(printed)
+    assert fields["train_files"] == ["/home/me/a.parquet"] and fields["output_dir"] == "TO_SET"
+    assert "  data.train_files -> train_files: [/home/me/a.parquet] (from $HOME of this machine)" in lists
+
+
+def test_sizes_that_do_not_divide_are_to_be_set(tmp_path: Path) -> None:
+    sizes = "data: {train_batch_size: 250}\ntrainer: {nnodes: 1, n_gpus_per_node: 3}\n"
+    printed, lists = migrated(write(tmp_path, ACTOR % "lr: 1e-6" + sizes), name="verl")
+    fields, text = yaml.safe_load(printed), "\n".join(lists)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    assert all(fields[name] == "TO_SET" for name in names) and "do not divide among 3 devices" in text
+    assert all(f"# to set, {name}: " in printed and f"  {name}: " in text for name in names)
+
+
 def test_overrides_stand_before_and_behind_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(write(tmp_path, VERL)), str(tmp_path / "ours.yaml")
     cap = "algorithm.rollout_correction.rollout_is_threshold"
@@ -63,7 +84,7 @@ def test_overrides_stand_before_and_behind_the_options(tmp_path: Path, capsys: p
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["migrate", source, "--outptu", target])
-    assert "unrecognized arguments: --outptu" in capsys.readouterr().err
+    assert "must be one of --help, but got --outptu. Did you mean '--output'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,11 @@ NOT_JUDGED = 4
 def report(parser: argparse.ArgumentParser) -> Runner:
     """Print verdict and summary of a run folder and write its report.html."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help=f"folder with {METRICS_FILE}")
-    parser.add_argument("--output", metavar="FILE", help=f"where to write the report (default: RUN_DIR/{REPORT_FILE})")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"where to write the report (default: RUN_DIR/{REPORT_FILE}; of a log file FILE.html beside it)",
+    )
     parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text")
 
     def run(args: argparse.Namespace) -> int:
@@ -386,7 +391,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         text = (command.__doc__ or "").splitlines()[0]
         subparser = subparsers.add_parser(name, help=text, description=text)
-        subparser.set_defaults(run=command(subparser))
+        runner = command(subparser)
+        subparser.set_defaults(run=runner, subparser=subparser)
     return parser
 
 
@@ -397,8 +403,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     with subcommands.
     """
     args, further = parser.parse_known_args(argv)
-    if further and (not hasattr(args, "overrides") or any(word.startswith("-") for word in further)):
-        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if options := [word.partition("=")[0] for word in further if word.startswith("-")]:
+        own = re.findall(r"--[\w-]+", args.subparser.format_usage())
+        args.subparser.error(f"an option must be one of --help, but got {options[0]}.{near(options[0], own)}")
+    if further and not hasattr(args, "overrides"):
+        args.subparser.error(f"unrecognized arguments: {' '.join(further)}")
     if further:
         args.overrides = [*args.overrides, *further]
     return args

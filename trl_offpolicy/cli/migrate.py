@@ -85,7 +85,7 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
     offpolicy = _with_steps(own, page.method_fields(migration.found))
     formula = _formula(offpolicy)
     fields = {**fields, "offpolicy": offpolicy or NO_OPTIONS}
-    missing = page.still_to_set(migration.framework, fields)
+    missing = page.still_to_set(migration.framework, fields, migration.found)
     command = f"trl-offpolicy migrate {' '.join([str(path), *overrides])}"
     head = f"# From {migration.framework}: {command}\n"
     meant = {name: f"to set, {said}" for name, said in missing.items()}

@@ -343,11 +343,12 @@ CAUSES: dict[str, Cause] = {
     "sync_rounding": Cause(
         "updates lost to rounding",
         "A",
-        "The engine holds the weights in fewer bits (bfloat16, int8), and the updates are smaller than their last "
+        "The engine holds the weights in fewer bits (bfloat16, FP8), and the updates are smaller than their last "
         "digit: most syncs send nothing new, and the engine keeps sampling with older weights.",
         "rollout/sync_visible_fraction is far below 1, and checksums of consecutive syncs are equal.",
-        "A float32 engine, or 16-bit weights in the trainer too (then the optimizer sees the same rounding).",
-        "engine: {dtype: float32}\n",
+        "A float32 engine without weight_rounding or quantization, or 16-bit weights in the trainer too (then the "
+        "optimizer sees the same rounding).",
+        "engine: {dtype: float32}   # and neither weight_rounding nor quantization\n",
     ),
     "parallelism": Cause(
         "different parallelism or batch shape",

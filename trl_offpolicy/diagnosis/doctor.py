@@ -276,7 +276,7 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         if text:
             out.print(escape(text), soft_wrap=True)
     if found.unknown:
-        out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
+        out.print(f"Not judged, because the log does not hold what it needs: {escape(', '.join(found.unknown))}.")
 
 
 def print_verdict(seen: Examination, console: Console | None = None) -> None:

@@ -6,14 +6,17 @@ vLLM reports it from 0.28 on with its Model Runner V2, which needs Triton (``ret
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import near
 from trl_offpolicy.engines.environment import engine_has_triton
 from trl_offpolicy.engines.processors import further_processors
 from trl_offpolicy.functional.truncated_sampling import KeptIds
@@ -24,6 +27,8 @@ EVERY = 2**31 - 1
 """As ``top_k``: all tokens. vLLM refuses requests without a ``top_k`` while it reports the mask."""
 _REFUSAL = "sampling distribution replay"
 """Begins vLLM's words where it cannot report the mask."""
+_UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
+"""Python's words for an argument that vLLM does not have."""
 
 
 class KeptStore:
@@ -127,19 +132,38 @@ def built_with_mask(
 
     Returns:
         The engine, a :class:`MaskedLLM` if it reports; and why it does not, None if it does.
+
+    Raises:
+        ValueError: an argument that vLLM does not have.
     """
     if ARGUMENT in arguments:
-        llm = build(**arguments)
+        llm = _built(build, arguments)
         return (MaskedLLM(llm), None) if arguments[ARGUMENT] else (llm, f"engine.{ARGUMENT} is false")
     reason = why_no_mask(arguments) if truncated else "nothing is cut"
     if reason is not None:
-        return build(**arguments), reason
+        return _built(build, arguments), reason
     try:
-        return MaskedLLM(build(**arguments, **{ARGUMENT: True})), None
+        return MaskedLLM(_built(build, {**arguments, ARGUMENT: True})), None
     except ValueError as error:  # its configuration is checked before anything is loaded
         if _REFUSAL not in str(error):
             raise
-        return build(**arguments), f"vLLM refused: {str(error).strip().splitlines()[-1].strip()}"
+        return _built(build, arguments), f"vLLM refused: {str(error).strip().splitlines()[-1].strip()}"
+
+
+def _built(build: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The engine; an argument that vLLM does not have is named as the option that it was."""
+    try:
+        return build(**arguments)
+    except TypeError as error:
+        unknown = _UNKNOWN_ARGUMENT.search(str(error))
+        if unknown is None or unknown[1] not in arguments:
+            raise
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = [field.name for field in fields(EngineArgs)]
+        raise ValueError(
+            f"engine must have options of this kit or of vLLM's LLM, but got {unknown[1]!r}.{near(unknown[1], known)}"
+        ) from error
 
 
 class MaskedLLM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,23 +96,27 @@ def apply_overrides(flat: Mapping[str, Any], overrides: Sequence[str]) -> Flat:
     return found
 
 
-def resolve(flat: Mapping[str, Any]) -> Flat:
+def resolve(flat: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Flat:
     """``flat`` with its interpolations filled in: ``${a.b}``, ``${.a}``, ``${oc.select:a,0}``, ``${oc.env:A,0}``.
 
     What cannot be filled in becomes an :class:`Unresolved` text.
+
+    Args:
+        flat: settings by their path.
+        environment: the variables that ``oc.env`` knows; None = none.
     """
-    return {key: _filled(value, key, flat, depth=0) for key, value in flat.items()}
+    return {key: _filled(value, key, flat, environment or {}, depth=0) for key, value in flat.items()}
 
 
-def _filled(value: Any, key: str, flat: Mapping[str, Any], depth: int) -> Any:
+def _filled(value: Any, key: str, flat: Mapping[str, Any], environment: Mapping[str, str], depth: int) -> Any:
     if isinstance(value, list):
-        return [_filled(item, key, flat, depth) for item in value]
+        return [_filled(item, key, flat, environment, depth) for item in value]
     if not isinstance(value, str) or isinstance(value, Unresolved):
         return value
     if value == MISSING_VALUE or depth > 20:  # a circle
         return Unresolved(value)
     while (match := _INNERMOST.search(value)) is not None:
-        known, inner = _looked_up(match[1].strip(), key, flat, depth)
+        known, inner = _looked_up(match[1].strip(), key, flat, environment, depth)
         if not known:
             return Unresolved(value)
         if match[0] == value:
@@ -122,22 +125,24 @@ def _filled(value: Any, key: str, flat: Mapping[str, Any], depth: int) -> Any:
     return value
 
 
-def _looked_up(expression: str, key: str, flat: Mapping[str, Any], depth: int) -> tuple[bool, Any]:
+def _looked_up(
+    expression: str, key: str, flat: Mapping[str, Any], environment: Mapping[str, str], depth: int
+) -> tuple[bool, Any]:
     """(whether it is known, the value) of what stands in ``${...}``."""
     name, colon, rest = expression.partition(":")
     arguments = [part.strip() for part in rest.split(",")] if colon else []
     if not colon or name == "oc.select":
         path = _absolute(expression if not colon else arguments[0], key)
         if path in flat:
-            found = _filled(flat[path], path, flat, depth + 1)
+            found = _filled(flat[path], path, flat, environment, depth + 1)
             return not isinstance(found, Unresolved), found
         inside = {name[len(path) + 1 :]: value for name, value in flat.items() if name.startswith(f"{path}.")}
         if inside:
             return True, inside
         return (True, read_value(arguments[1])) if len(arguments) > 1 else (False, None)
     if name == "oc.env":
-        if arguments[0] in os.environ:
-            return True, read_value(os.environ[arguments[0]])
+        if arguments[0] in environment:
+            return True, read_value(environment[arguments[0]])
         return (True, read_value(arguments[1])) if len(arguments) > 1 else (False, None)
     numbers = [read_value(part) for part in arguments]
     if name in ("mul", "div", "add", "sub", "max", "min") and all(isinstance(one, int | float) for one in numbers):

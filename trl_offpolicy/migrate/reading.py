@@ -18,7 +18,7 @@ from trl_offpolicy.migrate.nested import (
     read_yaml,
     resolve,
 )
-from trl_offpolicy.migrate.shell import MACHINE, read_script
+from trl_offpolicy.migrate.shell import MACHINE, machine, read_script
 
 _CONFIG_FLAGS = ("config", "config_path", "config_file", "custom_config_path")
 """Flags of launch scripts that name a file with further settings."""
@@ -81,7 +81,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     else:
         flags = bool(raw.spelled)
     overrides = [_underscored(text) if flags else text for text in overrides]
-    flat = resolve(apply_overrides(raw.flat, overrides))
+    flat = resolve(apply_overrides(raw.flat, overrides), machine())
     known = {key: value for key, value in flat.items() if not _is_unresolved(value)}
     unknown = {key: _why_unknown(value) for key, value in flat.items() if _is_unresolved(value)}
     # as it is read on a machine without variables
@@ -93,7 +93,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
 def _variables(value: Any) -> str:
     """The variables of the machine that a value without them names, as ``$HOME and $PWD``."""
     text = _unresolved_text(value) if _is_unresolved(value) else ""
-    return " and ".join(f"${name}" for name in MACHINE if f"${{{name}}}" in text)
+    return " and ".join(f"${name}" for name in MACHINE if f"${{{name}}}" in text or f"${{oc.env:{name}}}" in text)
 
 
 def _chosen(overrides: Sequence[str]) -> dict[str, str]:

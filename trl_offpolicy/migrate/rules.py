@@ -42,11 +42,13 @@ class Left:
         keys: the settings.
         why: the reason.
         pattern: what they have in common, e.g. ``critic.*``; empty if nothing.
+        to_set: our fields that the user must write instead, unless something else of the file gives them.
     """
 
     keys: tuple[str, ...]
     why: str
     pattern: str = ""
+    to_set: tuple[str, ...] = ()
 
 
 Found = Carried | Left

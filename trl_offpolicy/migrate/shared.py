@@ -13,6 +13,13 @@ KL = "offpolicy.objective.kl"
 MODEL = "how the framework places and runs the model; set accelerate's configuration here"
 DATA = "set the data here: dataset_name, question_column, answer_column, or your own script's dataset"
 REWARD = "set the reward function here"
+REFERENCE = "the reference model is loaded where a KL term is set here, and scored with the micro-batches of the loss"
+PROMPTS = "no prompt is filtered or cut here: take those that are too long out of the files"
+TRACKED = "the tracker's own variables name the project here, e.g. WANDB_PROJECT"
+SIZE_FIELDS = (
+    "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+)  # fmt: skip
+"""Our fields that hold the batch sizes."""
 LOGGING = "set logging here: report_to, logging_steps, log_completions"
 EVALUATION = "set evaluation here: eval_strategy, eval_steps, per_device_eval_batch_size"
 CHECKPOINTS = "set checkpoints here: save_steps, save_total_limit, resume"
@@ -59,6 +66,7 @@ def batch(sizes: Batch) -> Iterable[Found]:
             f"a generation batch of {sizes.prompts} x {sizes.generations} responses and steps of {sizes.step} do not "
             f"divide among {sizes.processes} devices; set num_generations, per_device_train_batch_size, "
             "gradient_accumulation_steps and steps_per_generation",
+            to_set=SIZE_FIELDS,
         )
         return
     share = sizes.step // sizes.processes
@@ -98,7 +106,7 @@ def sizes_unknown(source: Source, names: tuple[str, ...], generations: str, why:
     said = () if given_or(source, generations) is None else (generations,)
     keys = tuple(key for key in source.given(*names) if key not in said)
     if keys:
-        yield Left(keys, why)
+        yield Left(keys, why, to_set=SIZE_FIELDS)
 
 
 def responses_of_a_prompt(source: Source, key: str) -> Iterable[Found]:

@@ -7,6 +7,7 @@ an old folder moves the old records to ``_previous/<time>``. A resumed run delet
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shlex
 import shutil
@@ -24,6 +25,8 @@ from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
 from trl_offpolicy.run_folder.strict import dump_json, write_whole
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
+
+logger = logging.getLogger(__name__)
 
 
 class RunFolderWriter:
@@ -94,6 +97,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
         archive = _new_folder(folder / layout.PREVIOUS_FOLDER / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
             shutil.move(path, archive / path.name)
+        logger.warning("%s held an earlier run: its files are kept in %s, and this run begins anew.", folder, archive)
     elif resumed_step > 0:
         for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)

@@ -78,8 +78,16 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
 
 
 def save_report(report: Report, run_dir: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page to ``output`` (None = ``report.html`` in ``run_dir``); returns the file written."""
-    path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
+    """Write the page to ``output``; returns the file written.
+
+    Args:
+        report: the report.
+        run_dir: a run folder, or a log file.
+        output: file to write; None means ``report.html`` in the folder, or a page with the log file's name beside it.
+    """
+    run = Path(run_dir)
+    own = run.with_suffix(".html") if run.is_file() else run / REPORT_FILE
+    path = own if output is None else Path(output)
     path.write_text(report.html, encoding="utf-8")
     return path
 

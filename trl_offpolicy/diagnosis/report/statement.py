@@ -122,7 +122,7 @@ def _lag_sentence(summary: RunSummary) -> str:
     if lag is None:
         return ""
     if lag == 0:
-        return "All samples came from the current weights (version lag 0)."
+        return "By their declared versions all samples came from the current weights (version lag 0)."
     return f"Samples were on average {lag:.3g} weight version(s) old."
 
 

@@ -215,7 +215,7 @@ _JUDGED = {
         *("weight_applied/ess_token", "weight/ess_token"),
     ),
     "clipping": ("loss/clip_region_fraction",),
-    "response length": ("rollout/length_surge",),
+    "growth of the response length (needs 100 steps)": ("rollout/length_surge",),
     "entropy": ("measured/entropy",),
 }
 

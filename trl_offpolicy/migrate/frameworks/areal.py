@@ -283,7 +283,7 @@ FRAMEWORK = Framework(
             "agent request_timeout request_retries pause_grace_period setup_timeout openai",
             shared.ENGINE,
         ),
-        "ref": "the reference model runs beside the trainer here (beta > 0)",
+        "ref": shared.REFERENCE,
         "critic": shared.CRITIC,
         "teacher": shared.OTHER_MODELS,
         **shared.names(

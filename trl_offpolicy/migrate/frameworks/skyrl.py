@@ -366,7 +366,7 @@ FRAMEWORK = Framework(
             "model_config_kwargs language_model_only inference_only_init model.fake_int4_qat model.lora",
             shared.MODEL,
         ),
-        "trainer.ref": "the reference model runs beside the trainer here (beta > 0)",
+        "trainer.ref": shared.REFERENCE,
         "trainer.critic*": shared.CRITIC,
         "trainer.fully_async": shared.ASYNC,
         "trainer.mtp": shared.MODEL,

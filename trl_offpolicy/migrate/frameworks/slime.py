@@ -276,7 +276,7 @@ FRAMEWORK = Framework(
         **shared.names(
             "",
             "ref_load ref_ckpt_step ref_update_interval",
-            "the reference model runs beside the trainer here (beta > 0)",
+            shared.REFERENCE,
         ),
         **shared.names(
             "",

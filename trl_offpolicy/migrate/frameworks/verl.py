@@ -416,7 +416,7 @@ FRAMEWORK = Framework(
             "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing",
             shared.MODEL,
         ),
-        "actor_rollout_ref.ref": "the reference model runs beside the trainer here (beta > 0)",
+        "actor_rollout_ref.ref": shared.REFERENCE,
         f"{ROLLOUT}.log_prob_*": "old log-probs are scored with the micro-batches of the loss here",
         f"{ROLLOUT}.calculate_log_probs": "log-probs of the engine are always taken here",
         f"{ROLLOUT}.val_kwargs": shared.EVALUATION,
@@ -458,16 +458,17 @@ FRAMEWORK = Framework(
             "tokenizer use_shm train_max_samples val_max_samples "
             "gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
             "return_raw_chat return_full_prompt dataloader_num_workers image_patch_size "
-            "validation_shuffle filter_overlong_prompts filter_overlong_prompts_workers truncation "
+            "validation_shuffle "
             "image_key video_key audio_key trust_remote_code custom_cls sampler datagen "
             "return_multi_modal_inputs apply_chat_template_kwargs mm_processor_kwargs",
             shared.DATA,
         ),
+        **shared.names("data", "filter_overlong_prompts filter_overlong_prompts_workers truncation", shared.PROMPTS),
         "reward*": shared.REWARD,
         "critic": shared.CRITIC,
         "distillation": shared.OTHER_MODELS,
         "trainer.logger": "set report_to",
-        "trainer.project_name": shared.LOGGING,
+        "trainer.project_name": shared.TRACKED,
         "trainer.test_freq": shared.EVALUATION,
         "trainer.val_*": shared.EVALUATION,
         "trainer.log_val_generations": shared.EVALUATION,
