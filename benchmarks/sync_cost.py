@@ -125,8 +125,8 @@ def in_process(path: str, base: Any, wanted: list[tuple[str, str, str]], args: a
 
 
 def on_server(url: str, base: Any, wanted: list[tuple[str, str, str]], args: argparse.Namespace) -> None:
-    """The rows with a server."""
-    for row in wanted:
+    """The rows with a server; the adapter alone comes first, because it needs a server with the base's own weights."""
+    for row in sorted(wanted, key=lambda row: row[0] != ADAPTER):
         trained, way, how = row
         if way == "memory":
             continue
