@@ -32,17 +32,12 @@ NEEDED = {
     "dataset_name": "dataset_name: on the Hub (see question_column), or instead train_files: [a.parquet]",
     "reward": "reward: file.py:function, package.module:function or a name of recipes/grpo.py --help",
 }
-SIZES = {
-    "num_generations": "num_generations: responses of a prompt",
-    "per_device_train_batch_size": "per_device_train_batch_size: responses of a forward pass on one device",
-    "gradient_accumulation_steps": "gradient_accumulation_steps: forward passes of an optimizer step on one device",
-    "steps_per_generation": "steps_per_generation: forward passes on one device that learn from a generation batch",
-}
-"""The batch sizes, where they cannot be computed."""
+
+
 VERL_REWARD = "verl's own functions are verl.utils.reward_score:default_compute_score, where verl is installed"
 
 
-def still_to_set(framework: str, fields: Mapping[str, Any], found: Iterable[Found] = ()) -> dict[str, str]:
+def still_to_set(framework: str, fields: Mapping[str, Any], found: Iterable[Found]) -> dict[str, str]:
     """What recipes/grpo.py needs and no setting of the file gives: our field, and what to write there.
 
     Args:
@@ -51,9 +46,8 @@ def still_to_set(framework: str, fields: Mapping[str, Any], found: Iterable[Foun
         found: everything that was found; what was left may name fields that must be written instead.
     """
     given = {*fields, *(["dataset_name"] if "train_files" in fields else [])}
-    instead = {name for one in found if isinstance(one, Left) for name in one.to_set}
-    wanted = {**NEEDED, **{name: text for name, text in SIZES.items() if name in instead}}
-    missing = {name: text for name, text in wanted.items() if name not in given}
+    instead = {name: text for one in found if isinstance(one, Left) for name, text in one.to_set.items()}
+    missing = {name: text for name, text in {**NEEDED, **instead}.items() if name not in given}
     if framework == "verl" and "reward" in missing:
         missing["reward"] += f". {VERL_REWARD}"
     return missing

@@ -42,13 +42,14 @@ class Left:
         keys: the settings.
         why: the reason.
         pattern: what they have in common, e.g. ``critic.*``; empty if nothing.
-        to_set: our fields that the user must write instead, unless something else of the file gives them.
+        to_set: our fields that the user must write instead, unless something else of the file gives them, each with
+            what to write.
     """
 
     keys: tuple[str, ...]
     why: str
     pattern: str = ""
-    to_set: tuple[str, ...] = ()
+    to_set: Mapping[str, str] = field(default_factory=dict)
 
 
 Found = Carried | Left

@@ -16,10 +16,13 @@ REWARD = "set the reward function here"
 REFERENCE = "the reference model is loaded where a KL term is set here, and scored with the micro-batches of the loss"
 PROMPTS = "no prompt is filtered or cut here: take those that are too long out of the files"
 TRACKED = "the tracker's own variables name the project here, e.g. WANDB_PROJECT"
-SIZE_FIELDS = (
-    "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-)  # fmt: skip
-"""Our fields that hold the batch sizes."""
+SIZE_FIELDS = {
+    "num_generations": "num_generations: responses of a prompt",
+    "per_device_train_batch_size": "per_device_train_batch_size: responses of a forward pass on one device",
+    "gradient_accumulation_steps": "gradient_accumulation_steps: forward passes of an optimizer step on one device",
+    "steps_per_generation": "steps_per_generation: forward passes on one device that learn from a generation batch",
+}
+"""Our fields that hold the batch sizes, with what to write where they cannot be computed."""
 LOGGING = "set logging here: report_to, logging_steps, log_completions"
 EVALUATION = "set evaluation here: eval_strategy, eval_steps, per_device_eval_batch_size"
 CHECKPOINTS = "set checkpoints here: save_steps, save_total_limit, resume"

@@ -64,7 +64,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
 
     Args:
         run_dir: folder with ``metrics.jsonl`` and, if recorded, ``rollouts.parquet`` and ``run.json``.
-        output: file to write; None means ``report.html`` in ``run_dir``.
+        output: file to write; None as for :func:`save_report`.
         decode: turns token ids into text, such as ``tokenizer.decode``; None shows the ids.
 
     Returns:
