@@ -32,6 +32,8 @@ SMALL: dict[str, Any] = {
     "eval_size": 4,
     "eval_strategy": "no",
     "logging_steps": 1,
+    "log_completions": True,  # TRL prints a prompt with its completion and reward: does the user's own work?
+    "num_completions_to_print": 1,
     "save_strategy": "no",
     "report_to": "none",
     "push_to_hub": False,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_images import tiny_processor
-from tiny_models import PAD, tiny_model
+from tiny_models import PAD, save_tiny_model, tiny_model
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -138,6 +138,18 @@ def test_an_option_that_vllm_does_not_have_is_named() -> None:
         built_with_mask(EngineArgs, {"dtpye": "float32"}, truncated=False)
     with pytest.raises(TypeError, match="missing"):  # another mistake keeps its words
         built_with_mask(lambda needed: needed, {}, truncated=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"), [("seed", "a", "seed='a': .* integer"), ("dtype", "float23", "dtype='float23': .* 'float32'")]
+)
+def test_a_value_that_vllm_does_not_take_is_one_line(option: str, value: str, says: str, tmp_path: Path) -> None:
+    from vllm.config import ModelConfig
+
+    save_tiny_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"engine must have options that vLLM takes, but got .*{says}") as refused:
+        built_with_mask(ModelConfig, {"model": str(tmp_path / "model"), option: value}, truncated=False)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_mask_of_another_number_of_tokens_is_not_known() -> None:

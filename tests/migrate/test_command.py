@@ -444,6 +444,30 @@ def test_verls_asynchronous_trainer_moves_the_schedule_more_often(tmp_path: Path
     assert yaml.safe_load(printed)["warmup_steps"] == 20  # 4 optimizer steps a generation, in 2 parts
 
 
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        (["trainer.test_freq=5"], {"eval_strategy": "steps", "eval_steps": 20}),
+        (["trainer.test_freq=5", "trainer.val_before_train=false"],
+         {"eval_strategy": "steps", "eval_steps": 20, "eval_on_start": False}),
+        (["trainer.test_freq=-1", "trainer.val_before_train=true"], {"eval_strategy": "no"}),
+        (["trainer.val_before_train=true"], {}),
+    ],
+)  # fmt: skip
+def test_verls_evaluation_counts_generations(tmp_path: Path, given: list[str], fields: dict[str, Any]) -> None:
+    printed, lists = migrated(write(tmp_path, ACTOR % "lr: 1e-6" + SIZES), given)
+    assert {name: value for name, value in yaml.safe_load(printed).items() if name.startswith("eval_")} == fields
+    assert any("set evaluation here" in line for line in lists) == (not fields)
+
+
+def test_a_mini_batch_above_the_prompts_of_a_generation_is_told(tmp_path: Path) -> None:
+    for prompts, told in ((16, True), (128, False)):
+        sizes = SIZES.replace("128", str(prompts))
+        printed, lists = migrated(write(tmp_path, ACTOR % "lr: 1e-6" + sizes))
+        assert any("32 prompts are more than the 16 of a generation" in line for line in lists) == told
+        assert ("steps_per_generation" not in yaml.safe_load(printed)) == told  # one step a generation
+
+
 def test_steps_are_not_multiplied_by_sizes_that_are_not_carried(tmp_path: Path) -> None:
     text = "actor_rollout_ref: {actor: {clip_ratio: 0.2}}\ndata: {shuffle: true}\ntrainer: {save_freq: 10}\n"
     printed, lists = migrated(write(tmp_path, text))

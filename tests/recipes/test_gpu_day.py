@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "gpu_day.sh"
 
 
-def start(*words: str | Path, seconds: int = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in (SCRIPT, *words)], capture_output=True, text=True, timeout=seconds)
+def start(*words: str | Path, seconds: int = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(word) for word in (SCRIPT, *words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **environment})
 
 
 def test_help_names_every_step_of_the_page() -> None:
@@ -35,7 +36,7 @@ def test_an_unknown_step_or_option_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    said = start("--out", tmp_path, "nccl")
+    said = start("--out", tmp_path, "nccl", PYTHON=sys.executable)
     assert said.returncode == 1 and "torch sees no GPU; --rehearse" in said.stderr
     assert ("built without CUDA" in said.stderr) == (torch.version.cuda is None) and "PYTHON=" in said.stderr
 

@@ -151,9 +151,15 @@ def built_with_mask(
 
 
 def _built(build: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """The engine; an argument that vLLM does not have is named as the option that it was."""
+    """The engine; an argument that vLLM does not have or not take is named as the option that it was."""
     try:
         return build(**arguments)
+    except ValueError as error:
+        findings = getattr(error, "errors", None)  # pydantic's, by which vLLM checks its options
+        if findings is None:
+            raise
+        refused = "; ".join(map(_refused, findings()))
+        raise ValueError(f"engine must have options that vLLM takes, but got {refused}") from error
     except TypeError as error:
         unknown = _UNKNOWN_ARGUMENT.search(str(error))
         if unknown is None or unknown[1] not in arguments:
@@ -164,6 +170,13 @@ def _built(build: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"engine must have options of this kit or of vLLM's LLM, but got {unknown[1]!r}.{near(unknown[1], known)}"
         ) from error
+
+
+def _refused(found: Mapping[str, Any]) -> str:
+    """One of vLLM's findings: the option with its value, where pydantic knows them, and vLLM's words."""
+    option = ".".join(map(str, found["loc"][:1]))  # what follows are pydantic's own names of types
+    value = f"{option}={found['input']!r}: " if option else ""
+    return value + found["msg"].removeprefix("Value error, ")
 
 
 class MaskedLLM:

@@ -39,6 +39,10 @@ GROWING, GROWING_RANK = 1.5, 0.5
 it grows."""
 COMES_AND_GOES = (0.15, 0.85)
 """Share of steps without a mismatch, after the first one with it."""
+STEADY = 0.85
+"""Rank correlation with the step, over all steps, from which the mismatch grows and does not come and go: on its way
+past the size that separates the steps some fall on the other side by chance. After a jump it is about 0.75. Where steps
+agree exactly, that size is no matter of chance."""
 GATHERED, LEAST_STRETCHES = 1.3, 2
 """The last step of a stretch with a mismatch over the first, from which it gathers, and the stretches that show it."""
 LEAST_STEPS = 4
@@ -276,13 +280,15 @@ def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) 
     begin = int(np.argmax(differs))
     after, agree = sizes[begin:], ~differs[begin:]
     comes_and_goes = len(after) >= LEAST_STEPS and COMES_AND_GOES[0] <= agree.mean() <= COMES_AND_GOES[1]
+    steady = low >= EXACT and rank_correlation(np.arange(len(sizes)), sizes) > STEADY
+    comes_and_goes = comes_and_goes and not steady
     if not begin and not comes_and_goes:
         return None
     grown = after[~agree]
     third = max(1, len(grown) // 3)
     ranks = rank_correlation(np.arange(len(grown)), grown)
     grows = len(grown) >= LEAST_STEPS and ranks > GROWING_RANK
-    grows = grows and grown[-third:].mean() > GROWING * grown[:third].mean()
+    grows = steady or (grows and grown[-third:].mean() > GROWING * grown[:third].mean())
     differing = tuple(known[differs].tolist())
     return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), differing, _gathers(sizes, differs))
 

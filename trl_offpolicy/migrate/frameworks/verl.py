@@ -130,6 +130,12 @@ def _batch(source: Source) -> Iterable[Found]:
             "trainer.nnodes x trainer.n_gpus_per_node",
         )
     )
+    if mini > prompts:
+        why = (
+            f"{mini} prompts are more than the {prompts} of a generation, which verl refuses without use_dynamic_bsz: one "
+            "optimizer step a generation here"
+        )
+        yield Left((), why, pattern=f"{ACTOR}.ppo_mini_batch_size")
 
 
 def _per_step(source: Source) -> shared.Steps:
@@ -147,6 +153,7 @@ def _counted(source: Source) -> Iterable[Found]:
     per_step = _per_step(source)
     yield from shared.saving(source, "trainer.save_freq", per_step)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
+    yield from shared.evaluating(source, "trainer.test_freq", "trainer.val_before_train", per_step)
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
@@ -469,7 +476,6 @@ FRAMEWORK = Framework(
         "distillation": shared.OTHER_MODELS,
         "trainer.logger": "set report_to",
         "trainer.project_name": shared.TRACKED,
-        "trainer.test_freq": shared.EVALUATION,
         "trainer.val_*": shared.EVALUATION,
         "trainer.log_val_generations": shared.EVALUATION,
         "trainer.resume_*": shared.CHECKPOINTS,
