@@ -141,7 +141,8 @@ def test_an_option_that_vllm_does_not_have_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"), [("seed", "a", "seed='a': .* integer"), ("dtype", "float23", "dtype='float23': .* 'float32'")]
+    ("option", "value", "says"),
+    [("seed", "a", "seed='a': .* integer"), ("dtype", "float23", "dtype='float23': .* 'float32'")],
 )
 def test_a_value_that_vllm_does_not_take_is_one_line(option: str, value: str, says: str, tmp_path: Path) -> None:
     from vllm.config import ModelConfig

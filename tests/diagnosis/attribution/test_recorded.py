@@ -185,7 +185,7 @@ def test_what_gathers_until_the_next_sync_is_weights(write_run: Any) -> None:
 
 
 def test_what_grows_past_the_threshold_by_jerks_does_not_come_and_go(write_run: Any) -> None:
-    """From 0.005 to 0.3 with every other step smaller: some fall below 20 times the least after others were above it."""
+    """From 0.005 to 0.3 with every other step smaller: some are below 20 times the least after larger ones."""
     sizes = [0.005 * 1.3**step * (1.0 if step % 2 else 0.6) for step in range(17)]
     course, found = course_answer(write_run, sizes)
     assert course.grows and not course.comes_and_goes and "grows with the steps" in course.text

@@ -132,8 +132,8 @@ def _batch(source: Source) -> Iterable[Found]:
     )
     if mini > prompts:
         why = (
-            f"{mini} prompts are more than the {prompts} of a generation, which verl refuses without use_dynamic_bsz: one "
-            "optimizer step a generation here"
+            f"{mini} prompts are more than the {prompts} of a generation, which verl refuses without use_dynamic_bsz: "
+            "one optimizer step a generation here"
         )
         yield Left((), why, pattern=f"{ACTOR}.ppo_mini_batch_size")
 
