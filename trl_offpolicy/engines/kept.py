@@ -176,7 +176,7 @@ def _refused(found: Mapping[str, Any]) -> str:
     """One of vLLM's findings: the option with its value, where pydantic knows them, and vLLM's words."""
     option = ".".join(map(str, found["loc"][:1]))  # what follows are pydantic's own names of types
     value = f"{option}={found['input']!r}: " if option else ""
-    return value + found["msg"].removeprefix("Value error, ")
+    return value + str(found["msg"]).removeprefix("Value error, ")
 
 
 class MaskedLLM:
