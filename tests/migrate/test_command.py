@@ -447,7 +447,7 @@ def test_verls_asynchronous_trainer_moves_the_schedule_more_often(tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "fields"),
     [
-        (["trainer.test_freq=5"], {"eval_strategy": "steps", "eval_steps": 20}),
+        (["trainer.test_freq=5"], {"eval_strategy": "steps", "eval_steps": 20, "eval_on_start": True}),
         (["trainer.test_freq=5", "trainer.val_before_train=false"],
          {"eval_strategy": "steps", "eval_steps": 20, "eval_on_start": False}),
         (["trainer.test_freq=-1", "trainer.val_before_train=true"], {"eval_strategy": "no"}),
@@ -456,8 +456,19 @@ def test_verls_asynchronous_trainer_moves_the_schedule_more_often(tmp_path: Path
 )  # fmt: skip
 def test_verls_evaluation_counts_generations(tmp_path: Path, given: list[str], fields: dict[str, Any]) -> None:
     printed, lists = migrated(write(tmp_path, ACTOR % "lr: 1e-6" + SIZES), given)
-    assert {name: value for name, value in yaml.safe_load(printed).items() if name.startswith("eval_")} == fields
+    found = yaml.safe_load(printed)
+    assert {name: value for name, value in found.items() if name.startswith("eval_")} == fields
     assert any("set evaluation here" in line for line in lists) == (not fields)
+    assert found.get("num_generations_eval") == (1 if "eval_steps" in fields else None)
+
+
+def test_verls_responses_of_a_held_out_prompt_are_carried_where_it_evaluates(tmp_path: Path) -> None:
+    kept = ["actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.top_p=0.9"]
+    path = write(tmp_path, ACTOR % "lr: 1e-6" + SIZES)
+    printed, lists = migrated(path, [*kept, "trainer.test_freq=5"])
+    assert yaml.safe_load(printed)["num_generations_eval"] == 4
+    assert any("val_kwargs.top_p" in line and "set evaluation here" in line for line in lists)
+    assert "num_generations_eval" not in yaml.safe_load(migrated(path, kept)[0])
 
 
 def test_a_mini_batch_above_the_prompts_of_a_generation_is_told(tmp_path: Path) -> None:

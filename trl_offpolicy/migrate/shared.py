@@ -298,19 +298,6 @@ def last_step(source: Source, key: str, steps: Steps) -> Iterable[Found]:
     yield Carried((key,), {"max_steps": value * steps.number}, times(steps))
 
 
-def evaluating(source: Source, key: str, before: str, steps: Steps) -> Iterable[Found]:
-    """``eval_steps``: generations there, optimizer steps here; with ``before`` also once before training."""
-    if not source.has(key):
-        yield from left(source, {before: EVALUATION})
-        return
-    value = source.settings.values[key]
-    if value is None or whole(source.settings.shown(key), value) <= 0:
-        yield Carried(source.given(key, before), {"eval_strategy": "no"})
-        return
-    fields: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": value * steps.number}
-    if source.has(before):
-        fields["eval_on_start"] = switch(source.settings.shown(before), source.settings.values[before])
-    yield Carried(source.given(key, before), fields, times(steps))
 
 
 def times(steps: Steps) -> str:

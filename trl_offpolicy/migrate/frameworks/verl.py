@@ -153,7 +153,29 @@ def _counted(source: Source) -> Iterable[Found]:
     per_step = _per_step(source)
     yield from shared.saving(source, "trainer.save_freq", per_step)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
-    yield from shared.evaluating(source, "trainer.test_freq", "trainer.val_before_train", per_step)
+    yield from _evaluation(source, per_step)
+
+
+def _evaluation(source: Source, per_step: shared.Steps) -> Iterable[Found]:
+    """``eval_steps``: generations there, optimizer steps here. verl evaluates before training too, by default."""
+    every, before, responses = "trainer.test_freq", "trainer.val_before_train", f"{ROLLOUT}.val_kwargs.n"
+    if not source.has(every):
+        yield from shared.left(source, dict.fromkeys((before, responses), shared.EVALUATION))
+        return
+    value = source.settings.values[every]
+    if value is None or whole(every, value) <= 0:
+        yield Carried((every,), {"eval_strategy": "no"})
+        yield from shared.left(source, dict.fromkeys((before, responses), f"{every} is off"))
+        return
+    fields = {
+        "eval_strategy": "steps",
+        "eval_steps": value * per_step.number,
+        "eval_on_start": switch(before, source.get(before, True)),
+        "num_generations_eval": whole(responses, source.get(responses, 1)),
+    }
+    sampled = "TRL samples held-out prompts as in training, where verl is greedy unless val_kwargs says otherwise"
+    why = "; ".join(part for part in (shared.times(per_step), sampled) if part)
+    yield Carried(source.given(every, before, responses), fields, why)
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
