@@ -64,7 +64,7 @@ def test_both_trainers_count_each_prompt_once(build: Callable[..., Any], tmp_pat
 
 @pytest.mark.integration
 def test_one_completion_of_a_held_out_prompt(build: Callable[..., Any]) -> None:
-    """As verl evaluates by its defaults, and as a migrated configuration does: groups of one, also a last batch of one."""
+    """As verl evaluates by its defaults, and so a migrated configuration: groups of one, and a last batch of one."""
     assert_exact(evaluated(build(Engine(), num_generations_eval=1, per_device_eval_batch_size=4)))
 
 

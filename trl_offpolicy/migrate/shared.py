@@ -298,8 +298,6 @@ def last_step(source: Source, key: str, steps: Steps) -> Iterable[Found]:
     yield Carried((key,), {"max_steps": value * steps.number}, times(steps))
 
 
-
-
 def times(steps: Steps) -> str:
     """How a number of steps was converted, in words."""
     counted = f"times {steps.number} optimizer steps a generation" if steps.number > 1 else ""
