@@ -40,7 +40,8 @@ def numbers_of(folder: Path, columns: Sequence[str]) -> dict[str, Any]:
         if not values:
             raise ValueError(f"--columns must be logged by every run, but {folder} has no {column}.")
         found[column] = statistics.mean(values)
-    return {"seed": info.get("seed"), "command": info.get("command"), **found}
+    command = str(info.get("command")).replace(f"{Path.cwd()}/", "")  # no path of this machine
+    return {"seed": int(info["seed"]), "command": command, **found}
 
 
 def table(groups: dict[str, list[dict[str, Any]]], columns: Sequence[str]) -> str:
