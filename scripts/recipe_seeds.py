@@ -41,7 +41,8 @@ def numbers_of(folder: Path, columns: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--columns must be logged by every run, but {folder} has no {column}.")
         found[column] = statistics.mean(values)
     command = str(info.get("command")).replace(f"{Path.cwd()}/", "")  # no path of this machine
-    return {"seed": int(info["seed"]), "command": command, **found}
+    seed = info.get("seed")  # Lightning's is a text
+    return {"seed": None if seed is None else int(seed), "command": command, **found}
 
 
 def table(groups: dict[str, list[dict[str, Any]]], columns: Sequence[str]) -> str:
