@@ -91,6 +91,10 @@ class RecipeArguments:
     )
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
     eval_size: int = field(default=64, metadata={"help": "Number of held-out prompts, disjoint from training."})
+    cpu_threads: int | None = field(
+        default=None,
+        metadata={"help": "Threads of the trainer on a CPU. Default: one per core. Fewer while a server samples."},
+    )
     resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
     smoke: dict | None = field(default=None, metadata={"help": "Options that --smoke puts in the place of others."})
 
@@ -203,7 +207,7 @@ def main() -> None:
     commits = {"model_revision": model.model_revision, "dataset_revision": recipe.dataset_revision}
     options |= {name: commit for name, commit in commits.items() if name in options}
     if training.use_cpu and training.world_size == 1:
-        torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
+        torch.set_num_threads(recipe.cpu_threads or os.cpu_count() or 1)  # accelerate launch would leave a single one
     start = checkpoint_to_resume(recipe, training)
     with one_line_errors():
         trainer = make_trainer(recipe, training, model)

@@ -65,7 +65,7 @@ def small_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         config: the configuration.
         name: of its file; the run's folder is ``runs/<name>_smoke``.
     """
-    left_out = (*LARGE, *DENSE, *SMALL_ENGINE, "async_rollouts")
+    left_out = (*LARGE, *DENSE, *SMALL_ENGINE, "async_rollouts", "cpu_threads")
     kept = {field: value for field, value in config.items() if field not in left_out}
     small = {**kept, **SMALL, "output_dir": f"runs/{name}_smoke"}
     if not config.get("use_vllm"):
