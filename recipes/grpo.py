@@ -58,8 +58,13 @@ class RecipeArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset, e.g. main."})
     dataset_revision: str | None = field(default=None, metadata={"help": "Commit of a Hub dataset."})
-    question_column: str = field(default="question", metadata={"help": "Of a dataset without a 'prompt' column."})
-    answer_column: str = field(default="answer", metadata={"help": "Of a dataset without a 'prompt' column."})
+    question_column: str = field(
+        default="question",
+        metadata={"help": "Of a dataset without a 'prompt' column: a text, or a list of messages."},
+    )
+    answer_column: str | None = field(
+        default="answer", metadata={"help": "Of a dataset without a 'prompt' column; null: the reward reads none."}
+    )
     answer_pattern: str | None = field(
         default=None, metadata={"help": "Regular expression whose first group is the answer, e.g. '#### (.+)'."}
     )
@@ -90,7 +95,10 @@ class RecipeArguments:
         default=None, metadata={"help": "Further keyword arguments of the reward function, e.g. {strict: true}."}
     )
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
-    eval_size: int = field(default=64, metadata={"help": "Number of held-out prompts, disjoint from training."})
+    eval_size: int | None = field(
+        default=64,
+        metadata={"help": "Number of held-out prompts, disjoint from training; null: all of val_files or split test."},
+    )
     cpu_threads: int | None = field(
         default=None,
         metadata={"help": "Threads of the trainer on a CPU. Default: one per core. Fewer while a server samples."},

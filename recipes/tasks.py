@@ -32,6 +32,8 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     kind, _, task = recipe.dataset_name.partition("/")
     if kind != "reasoning-gym":
         return _from_hub(recipe)
+    if recipe.eval_size is None:
+        raise ValueError(f"eval_size must be a number with {recipe.dataset_name}, which makes prompts, but got null.")
     rows = _reasoning_gym(task, recipe, recipe.train_size + recipe.eval_size)
     held_out = rows[: recipe.eval_size]
     seen = {row["question"] for row in held_out}
@@ -51,8 +53,12 @@ def _from_hub(recipe: Any) -> tuple[Dataset, Dataset]:
     return train.map(convert), held_out.map(convert)
 
 
-def _held_out(train: Dataset, held_out: Dataset | None, size: int) -> tuple[Dataset, Dataset]:
-    """``size`` rows of ``held_out``; without one the first rows of ``train`` are held out, and one is left at least."""
+def _held_out(train: Dataset, held_out: Dataset | None, size: int | None) -> tuple[Dataset, Dataset]:
+    """``size`` rows of ``held_out`` (None = all); without one the first rows of ``train``, of which one is left."""
+    if size is None and held_out is not None:
+        return train, held_out
+    if size is None:
+        raise ValueError("eval_size must be a number where there are neither val_files nor a split test, but got null.")
     if held_out is None:
         size = min(size, len(train) - 1)
         return train.select(range(size, len(train))), train.select(range(size))
@@ -108,12 +114,26 @@ def _verl_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
-    """A question and its answer in TRL's conversational format."""
-    for name in ("question_column", "answer_column"):
-        if getattr(recipe, name) not in row:
-            raise ValueError(f"{name} must be a column of {recipe.dataset_name} ({', '.join(row)}), but got "
-                             f"{getattr(recipe, name)!r}.")  # fmt: skip
-    answer = str(row[recipe.answer_column])
+    """A question (a text, or the messages of a chat) and its answer in TRL's conversational format."""
+    columns = {name: getattr(recipe, name) for name in ("question_column", "answer_column")}
+    for name, column in columns.items():
+        if column not in row and not (name == "answer_column" and column is None):
+            raise ValueError(
+                f"{name} must be a column of {recipe.dataset_name} ({', '.join(row)}), but got {column!r}."
+            )
+    given = row[recipe.question_column]
+    if isinstance(given, list):
+        question, prompt = given[-1]["content"], [*_messages_before(recipe), *given]
+    else:
+        question = recipe.question_template.format(question=given)
+        prompt = _messages(recipe, question)
+    if recipe.answer_column is None:
+        return {"prompt": prompt, "question": question}
+    return {"prompt": prompt, "question": question, "answer": _answer(str(row[recipe.answer_column]), recipe)}
+
+
+def _answer(answer: str, recipe: Any) -> str:
+    """The answer, or what ``answer_pattern`` finds in it."""
     if recipe.answer_pattern is not None:
         found = re.search(recipe.answer_pattern, answer)
         if found is None:
@@ -121,13 +141,17 @@ def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
                 f"answer_pattern must match every answer, but {recipe.answer_pattern!r} is not in {answer!r}."
             )
         answer = found[1]
-    question = recipe.question_template.format(question=row[recipe.question_column])
-    return {"prompt": _messages(recipe, question), "question": question, "answer": answer.strip()}
+    return answer.strip()
+
+
+def _messages_before(recipe: Any) -> list[dict[str, str]]:
+    """The recipe's own messages before every question."""
+    system = [{"role": "system", "content": recipe.system_prompt}] if recipe.system_prompt else []
+    return [*system, *(getattr(recipe, "examples", None) or [])]
 
 
 def _messages(recipe: Any, question: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": recipe.system_prompt}] if recipe.system_prompt else []
-    return [*system, *(getattr(recipe, "examples", None) or []), {"role": "user", "content": question}]
+    return [*_messages_before(recipe), {"role": "user", "content": question}]
 
 
 def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:

@@ -251,7 +251,7 @@ def test_a_framework_s_default_responses_of_a_prompt_do_not_become_trls(
     printed, lists = migrated(write(tmp_path, text, name), name=framework)
     said = "(its default): 1 response of a prompt, and GRPO needs at least 2: set num_generations"
     assert (said in " ".join(" ".join(lists).split())) == (generations == 1)
-    assert yaml.safe_load(printed).get("num_generations", 1) == generations
+    assert yaml.safe_load(printed)["num_generations"] == ("TO_SET" if generations == 1 else generations)
 
 
 def test_areals_default_learning_rate_does_not_become_trls(tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_a_length_that_is_not_given_is_told(tmp_path: Path, framework: str, name
         "slime": "--rollout-max-response-len 99",
     }
     printed, lists = migrated(write(tmp_path, text % "", name), name=framework)
-    assert "max_completion_length" not in yaml.safe_load(printed)
+    assert yaml.safe_load(printed)["max_completion_length"] == "TO_SET"
     assert any("(its default): responses may fill the context there" in line for line in lists)
     printed, lists = migrated(write(tmp_path, text % given[framework], name), name=framework)
     assert yaml.safe_load(printed)["max_completion_length"] == 99

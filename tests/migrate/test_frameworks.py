@@ -284,6 +284,7 @@ lora_rank: 16
 rollout_importance_sampling_mode: token_truncate
 off_policy_sequence_mask_delta: 0.1
 use_vllm: true
+per_device_train_batch_size: 8
 temperature: 1.0
 """
 TRL_YAML = """

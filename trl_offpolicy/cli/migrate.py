@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trl_offpolicy.presets import Preset
 
 NO_OPTIONS = "measure"
+OPEN = ("loss_mode", "loss_agg_mode", "adv_estimator")
+"""Options of verl whose values its users' own code may add to; one that is unknown here is left, not an error."""
 
 
 def migrate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -78,6 +80,7 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
 
     migration = read(path, overrides, name=name)
     preset, refused, notes = _method(migration)
+    migration = _with_refused(migration, refused)
     method = plain_method(preset)
     fields = page.training_fields(migration.found)
     own = {part: value for part, value in method.items() if part != "preset" and value not in ({}, None)}
@@ -90,7 +93,7 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
     head = f"# From {migration.framework}: {command}\n"
     meant = {name: f"to set, {said}" for name, said in missing.items()}
     text = head + page.yaml_text({**fields, **dict.fromkeys(missing, page.TO_SET)}, {"offpolicy": formula, **meant})
-    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing.values())
+    lines = page.lists(migration, options_to, notes, missing.values())
     return text, lines
 
 
@@ -115,7 +118,11 @@ def _method(migration: Migration) -> tuple[Preset, Mapping[str, str], list[str]]
         except UnknownOptionError:
             raise
         except ValueError as error:
-            raise ValueError(_named(str(error), migration)) from None
+            name = next((name for name in OPEN if name in options and str(error).startswith(f"{name} ")), None)
+            if name is None:
+                raise ValueError(_named(str(error), migration)) from None
+            refused[name] = str(error)
+            del options[name]
 
 
 def _named(message: str, migration: Migration) -> str:
@@ -128,8 +135,13 @@ def _named(message: str, migration: Migration) -> str:
 
 def _with_refused(migration: Migration, refused: Mapping[str, str]) -> Migration:
     from trl_offpolicy.migrate import Left
+    from trl_offpolicy.migrate.shared import ADVANTAGES_TO_SET, LOSS_TO_SET
 
-    left = tuple(Left((migration.option_keys[name],), why.removesuffix(".")) for name, why in refused.items())
+    instead = {"loss_mode": LOSS_TO_SET, "policy_loss_type": LOSS_TO_SET, "adv_estimator": ADVANTAGES_TO_SET}
+    left = tuple(
+        Left((migration.option_keys[name],), why.removesuffix("."), to_set=instead.get(name, {}))
+        for name, why in refused.items()
+    )
     return replace(migration, found=(*migration.found, *left))
 
 

@@ -88,10 +88,14 @@ def _paths(found: Iterable[Found]) -> Iterable[tuple[str, Any]]:
 
 
 def grouped(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fields in the groups and the order of the recipes."""
+    """The fields in the groups and the order of the recipes; ``offpolicy.advantages`` stands behind ``offpolicy``."""
     known = {name for group in GROUPS for name in group}
-    groups = [*GROUPS, tuple(name for name in fields if name not in known)]
-    found = [{name: fields[name] for name in group if name in fields} for group in groups]
+    sections = {name: name.partition(".")[0] for name in fields}
+    groups = [*GROUPS, tuple(name for name, section in sections.items() if section not in known)]
+    found = [
+        {name: fields[name] for first in group for name in fields if first in (name, sections[name])}
+        for group in groups
+    ]
     return [group for group in found if group]
 
 
@@ -188,8 +192,8 @@ def _machine(one: Carried, migration: Migration) -> list[str]:
 
 def _left_names(one: Left, shown: Callable[[str], str]) -> list[str]:
     """The settings by name, or their pattern and their number where they are many."""
-    if not one.keys:  # the framework's own default
-        return [f"{one.pattern} (its default)"]
+    if not one.keys:
+        return [f"{one.pattern} (its default)" if one.default else one.pattern]
     if len(one.keys) > 3 and "*" in one.pattern:
         return [f"{one.pattern} ({len(one.keys)} settings)"]
     return [shown(key) for key in one.keys]

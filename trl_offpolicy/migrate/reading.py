@@ -193,7 +193,7 @@ def _merged(base: Flat, over: Flat) -> Flat:
 def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None, chosen: Mapping[str, str]) -> _Raw:
     """The flags and overrides of a launch script, over the file that it names with --config."""
     script = read_script(text, environment)
-    flat, spelled, overrides, rest = _arguments(script.words, program=bool(script.entry))
+    flat, spelled, overrides, rest = _arguments(script.words, program=bool(script.entry or script.script))
     notes = [
         f"{word} is not set in the script: what it holds is missing here"
         if isinstance(word, Unresolved)
@@ -203,7 +203,13 @@ def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None,
     if script.branches:
         names = ", ".join(script.branches)
         notes.append(f"if, case, && or || may set these otherwise: {names}; the value outside of them is taken")
-    base: Flat = {}
+    if script.others:
+        notes.append(f"the script holds {script.others + 1} trainings: the one with the most options is read")
+    if script.processes and script.entry.startswith(("swift", "megatron")):
+        flat.setdefault("nproc_per_node", read_value(script.processes))
+    inner = _started(script.script, path, environment, chosen)
+    base, entry, notes = inner.flat, inner.entry or script.entry, [*inner.notes, *notes]
+    spelled = {**inner.spelled, **spelled}
     if isinstance(flat.get("config_name"), str):  # hydra's --config-path FOLDER --config-name NAME
         named = flat.pop("config_name").removesuffix(".yaml")
         flat["config_path"] = f"{flat.get('config_path', '.')}/{named}.yaml"
@@ -220,7 +226,17 @@ def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None,
         base, notes = _merged(base, read.flat), [*notes, *read.notes]
         spelled = {key: name for key, name in spelled.items() if key in flat}
     merged = apply_overrides(_merged(base, flat), overrides)
-    return _Raw(merged, spelled, script.entry, tuple(notes))
+    return _Raw(merged, spelled, entry, tuple(notes))
+
+
+def _started(name: str, path: Path, environment: Mapping[str, str] | None, chosen: Mapping[str, str]) -> _Raw:
+    """The settings of another script that a launch script starts with further ones; none if it starts no script."""
+    if not name:
+        return _Raw({})
+    found = None if isinstance(name, Unresolved) else _found(name, path)
+    if found is None or found.resolve() == path.resolve():
+        return _Raw({}, notes=(f"it starts {name}, which was not found: what that sets is missing here",))
+    return _read_launcher(read_file(found), found, environment, chosen)
 
 
 def _found(name: str, script: Path) -> Path | None:

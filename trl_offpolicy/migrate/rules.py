@@ -44,12 +44,15 @@ class Left:
         pattern: what they have in common, e.g. ``critic.*``; empty if nothing.
         to_set: our fields that the user must write instead, unless something else of the file gives them, each with
             what to write.
+        default: without keys, ``pattern`` is a setting whose default is meant; False: another part of the file, such
+            as the program that it starts.
     """
 
     keys: tuple[str, ...]
     why: str
     pattern: str = ""
     to_set: Mapping[str, str] = field(default_factory=dict)
+    default: bool = True
 
 
 Found = Carried | Left
@@ -115,7 +118,8 @@ class Framework:
         left: patterns of settings that are not carried, with the reason.
         defaults: the framework's defaults that the functions read.
         renamed: older names of settings, which are read as the newer ones.
-        prefixes: sections that users give alone, with their place in the whole configuration.
+        prefixes: sections that users give alone, with their place in the whole configuration. A file that has that
+            place as well means another section by the short name.
         empty: sections that act even if they are empty.
     """
 
@@ -223,11 +227,18 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
         ValueError: an older and the newer name of a setting have different values.
     """
     spelled = dict(settings.spelled)
+    keys = (*settings.values, *settings.unknown)
+    prefixes = {
+        short: section
+        for short, section in framework.prefixes.items()
+        if not any(key.startswith(f"{section}.") for key in keys)
+    }
+    newer_of = {key: _newer(framework, key, prefixes) for key in (*keys, *settings.machine)}
 
     def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in given.items():
-            newer = _newer(framework, key)
+            newer = newer_of[key]
             if newer != key and value is None and newer in given:
                 continue  # an older name that is not set
             if values.get(newer) is not None and values[newer] != value:
@@ -241,14 +252,14 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
         return values
 
     known, unknown = renamed(settings.values), renamed(settings.unknown)
-    machine = {_newer(framework, key): names for key, names in settings.machine.items()}
+    machine = {newer_of[key]: names for key, names in settings.machine.items()}
     return Settings(known, unknown, spelled, settings.entry, settings.notes, settings.toml, machine)
 
 
-def _newer(framework: Framework, key: str) -> str:
+def _newer(framework: Framework, key: str, prefixes: Mapping[str, str]) -> str:
     if key in framework.renamed:
         return framework.renamed[key]
-    for short, section in framework.prefixes.items():
+    for short, section in prefixes.items():
         if key.startswith(f"{short}."):
             return f"{section}{key[len(short) :]}"
     return key
@@ -388,6 +399,11 @@ def one_of(*allowed: str) -> Convert:
         return str(value)
 
     return read
+
+
+def strategy(key: str, value: Any) -> str:
+    """``save_strategy`` and its like; YAML reads a bare ``no`` as false."""
+    return "no" if value is False else text(key, value)
 
 
 def top_k(key: str, value: Any) -> int:

@@ -30,6 +30,28 @@ CRITIC = "the trainers here have no critic"
 ENGINE = "set the engine here: the mapping engine passes arguments to vLLM"
 TOOLS = "set turns and tools here: tools, max_tool_calling_iterations, environment_factory"
 ASYNC = "sampling ahead is set by async_rollouts here (docs/async.md), with vllm_mode: server"
+LOSS_TO_SET = {
+    "offpolicy.objective.policy_loss": "policy_loss: put it into offpolicy.objective (docs/objectives.md lists the "
+    "losses), and take this line out; without it the loss is PPO's clip"
+}
+"""What the user must choose where a framework's loss has no counterpart: :func:`no_loss`."""
+ADVANTAGES_TO_SET = {
+    "offpolicy.advantages": "advantages: put them into offpolicy (docs/objectives.md lists the estimators), and take "
+    "this line out; without it they are TRL's"
+}
+"""The same for advantages: :func:`no_estimator`."""
+MEGATRON_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""Linear layers of a Llama-like model by Megatron's names."""
 SIZES = "prompts, responses and devices are not all known; give them as overrides"
 OTHER_MODELS = "the trainers here have no such model"
 
@@ -91,7 +113,8 @@ def batch(sizes: Batch) -> Iterable[Found]:
     elif micro != sizes.micro:
         why += f"; {sizes.micro} responses a forward pass do not divide a step, {micro} do"
     if sizes.generations < 2:
-        yield Left(sizes.keys, f"{why}; GRPO needs at least 2 responses of a prompt")
+        needed = {name: SIZE_FIELDS[name] for name in SIZE_FIELDS if name != "steps_per_generation"}
+        yield Left(sizes.keys, f"{why}; GRPO needs at least 2 responses of a prompt", to_set=needed)
         return
     yield Carried(sizes.keys, fields, why)
 
@@ -119,8 +142,9 @@ def responses_of_a_prompt(source: Source, key: str) -> Iterable[Found]:
         return
     shown = source.settings.shown(key)
     if value == 1:
-        why = "1 response of a prompt, and GRPO needs at least 2: set num_generations (left out, TRL takes 8)"
-        yield Left(source.given(key), why, pattern=shown)
+        why = "1 response of a prompt, and GRPO needs at least 2: set num_generations"
+        needed = {"num_generations": SIZE_FIELDS["num_generations"]}
+        yield Left(source.given(key), why, pattern=shown, to_set=needed)
     else:
         why = "" if source.has(key) else f"the default of {shown}"
         yield Carried(source.given(key), {"num_generations": value}, why)
@@ -216,12 +240,57 @@ def betas(source: Source, key: str) -> Iterable[Found]:
     yield Carried(source.given(key), {"adam_beta1": first, "adam_beta2": second}, why)
 
 
+def no_loss(keys: tuple[str, ...], kind: str, *, pattern: str = "") -> Found:
+    """A loss without a counterpart: the user must say which one to take."""
+    why = f"the loss {kind!r} has no counterpart in this table; set offpolicy.objective.policy_loss"
+    return Left(keys, why, pattern, LOSS_TO_SET)
+
+
+def no_estimator(keys: tuple[str, ...], how: str, *, pattern: str = "") -> Found:
+    """Advantages without a counterpart: the user must say which ones to take."""
+    why = f"the estimator {how} has no counterpart here; set offpolicy.advantages (docs/objectives.md)"
+    return Left(keys, why, pattern, ADVANTAGES_TO_SET)
+
+
+def mapping_fields(source: Source, fields: Iterable[str]) -> Iterable[Found]:
+    """Fields of ours whose value is a mapping: ``{"name.a": 1, "name.b.c": 2}`` is ``name: {a: 1, b: {c: 2}}``."""
+    for name in fields:
+        keys = tuple(key for key in source.settings.values if key.startswith(f"{name}."))
+        if not keys:
+            continue
+        value: dict[str, Any] = {}
+        for key in keys:
+            *sections, last = key.split(".")[1:]
+            place = value
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = source.settings.values[key]
+        yield Carried(keys, {name: value})
+
+
 def lora(
-    source: Source, rank: str, alpha: str, targets: str, dropout: str | None = None, on: str | None = None
+    source: Source,
+    rank: str,
+    alpha: str,
+    targets: str,
+    dropout: str | None = None,
+    on: str | None = None,
+    *,
+    every_linear: bool = False,
 ) -> Iterable[Found]:
     """Peft's LoRA; a rank of 0, or the switch ``on`` at false, is a full model.
 
     The framework's own alpha and modules are written out, because TRL's are others (32, and peft's for the model).
+    Megatron's names of modules become those of transformers.
+
+    Args:
+        source: the configuration.
+        rank: key of the adapter's rank.
+        alpha: key of its alpha.
+        targets: key of the modules that have one.
+        dropout: key of its dropout.
+        on: key of a switch; None = a rank above 0 is on.
+        every_linear: no modules are all linear ones there.
     """
     keys = source.given(rank, alpha, targets, *(key for key in (dropout, on) if key))
     shown = source.settings.shown
@@ -238,11 +307,27 @@ def lora(
     if (strength := source.get(alpha)) is not None:
         fields["lora_alpha"] = whole(shown(alpha), strength)
     fields["lora_dropout"] = number(shown(dropout), source.get(dropout)) if dropout and source.get(dropout) else 0.0
-    modules = source.get(targets)
-    if modules:
-        fields["lora_target_modules"] = modules
+    modules = source.get(targets) or ("all-linear" if every_linear else None)
+    named, strange = _modules_here(modules)
+    if named and not strange:
+        fields["lora_target_modules"] = named
     unset = [key for key in (rank, alpha, targets) if source.get(key) and not source.has(key)]
-    yield Carried(keys, fields, f"the default{'s' * (len(unset) > 1)} of {', '.join(unset)}" if unset else "")
+    said = [f"the default{'s' * (len(unset) > 1)} of {', '.join(unset)}" if unset else ""]
+    said.append("modules are Megatron's there" if named != modules else "")
+    yield Carried(tuple(key for key in keys if key != targets or not strange), fields, "; ".join(filter(None, said)))
+    if strange:
+        why = f"Megatron's names of modules ({', '.join(strange)}); set lora_target_modules"
+        meant = {"lora_target_modules": "lora_target_modules: as the model in transformers names them, or all-linear"}
+        yield Left(source.given(targets), why, pattern=shown(targets), to_set=meant)
+
+
+def _modules_here(modules: Any) -> tuple[Any, list[str]]:
+    """(Megatron's names as those of transformers, names of Megatron's that have no equal)."""
+    if not isinstance(modules, list) or not any("linear_" in str(one) for one in modules):
+        return modules, []
+    strange = [str(one) for one in modules if "linear_" in str(one) and one not in MEGATRON_MODULES]
+    named = [name for one in modules for name in MEGATRON_MODULES.get(one, (one,))]
+    return list(dict.fromkeys(named)), strange
 
 
 @dataclass(frozen=True)
@@ -314,7 +399,8 @@ def no_length(source: Source, key: str) -> Iterable[Found]:
     """Says that TRL ends responses where the framework, without that setting, lets them fill the context."""
     if key not in source.settings.values and key not in source.settings.unknown:
         why = "responses may fill the context there, and end at TRL's 512 tokens here: set max_completion_length"
-        yield Left((), why, pattern=source.settings.shown(key))
+        needed = {"max_completion_length": "max_completion_length: tokens of a response"}
+        yield Left((), why, pattern=source.settings.shown(key), to_set=needed)
 
 
 def left(source: Source, reasons: Mapping[str, str]) -> Iterable[Found]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trl_offpolicy.migrate.nested import Unresolved
 
@@ -25,6 +25,7 @@ _CONDITIONS = ("if", "elif", "for", "while", "until", "case")
 _WORDS_BEFORE = ("then", "else", "elif", "do", "!", "export", "declare", "local", "readonly", "exec", "time", "-x")
 _REDIRECTION = re.compile(r"\d*[<>]")
 _SEPARATORS = ";&|\n"
+_SHELLS = ("bash", "sh", "source", ".")
 _PROGRAMS = ("swift", "megatron", "trl")
 """Programs whose first argument is a command of theirs."""
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
@@ -44,11 +45,17 @@ class Script:
         entry: the program, e.g. ``-m verl.trainer.main_ppo`` or ``swift rlhf``.
         words: its arguments, with variables filled in. A word with an unknown part is an ``Unresolved`` text.
         branches: variables that a branch would set to another value than the one that was taken.
+        script: another script that is started with the arguments (``bash run.sh a.b=c``); empty if none.
+        others: further commands of the script that look like a training.
+        processes: the variable ``NPROC_PER_NODE``, by which ms-swift and torchrun count the devices; empty if unset.
     """
 
     entry: str
     words: tuple[str, ...]
     branches: tuple[str, ...] = ()
+    script: str = ""
+    others: int = 0
+    processes: str = ""
 
 
 @dataclass
@@ -114,7 +121,11 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
     most, words = max(counted, key=lambda pair: pair[0], default=(0, []))
     if most == 0:
         raise ValueError("file must start a training with options (--a b or a.b=c), but no command in it has any.")
-    return _split_entry(words, tuple(state.other))
+    others = sum(number * 2 > most for number, _ in counted) - 1
+    processes = "".join(state.variables.get("NPROC_PER_NODE", [])[:1])
+    if len(words) > 1 and words[0] in _SHELLS and words[1].endswith((".sh", ".bash")):
+        return Script("", tuple(words[2:]), tuple(state.other), words[1], others, processes)
+    return replace(_split_entry(words, tuple(state.other)), others=others, processes=processes)
 
 
 def _is_option(word: str) -> bool:
@@ -243,9 +254,8 @@ def _is_unknown(word: str) -> bool:
 def _value(text: str, index: int, state: _State) -> tuple[list[str], int]:
     """(the values, the index behind it) of what begins with ``$`` at ``index``."""
     if text.startswith("$((", index):
-        end = text.find("))", index)
-        end = len(text) if end < 0 else end
-        return [_arithmetic(text[index + 3 : end], state)], end + 2
+        end = _closing(text, index + 1, "(", ")")  # of the outer bracket
+        return [_arithmetic(text[index + 3 : end - 1], state)], end + 1
     if text.startswith("$(", index):
         return [_UNKNOWN], _closing(text, index + 1, "(", ")") + 1
     if text.startswith("${", index):

@@ -52,6 +52,11 @@ def _correction(source: Source) -> Iterable[Found]:
         yield Carried((REJECTION,), {}, "null: no weight, no rejection")
     if key not in source.settings.values and "actor" in source.settings.sections():
         yield Carried((), {"option.use_decoupled_loss": False})
+    budget = "actor.m2_threshold"
+    if source.has(budget) and source.settings.values[budget] is not None:
+        term = {"type": "second_moment_budget", "budget": number(budget, source.settings.values[budget])}
+        yield Carried((budget,), {"offpolicy.correction.keep": [term]}, "M2PO's mask: the log-ratio of pi_old to mu")
+    yield from shared.left(source, {budget: "null: no M2PO"} if source.get(budget) is None else {})
     yield from _older(source)
 
 
@@ -131,14 +136,11 @@ def _advantages(source: Source) -> Iterable[Found]:
         (("group", None), (None, None), False): "dr_grpo",
         (("group", None), (None, None), True): "rloo",
         (("group", None), ("batch", "batch"), False): "reinforce_plus_plus_baseline",
+        (("group", "batch"), ("batch", "batch"), False): "reinforce_plus_plus_baseline",  # whitened either way
     }
     found = estimators.get((reward, advantage, leave_one_out))
     if found is None:
-        why = (
-            f"reward_norm {reward} then adv_norm {advantage} (mean, deviation) have no estimator of that form here; "
-            "set offpolicy.advantages (docs/objectives.md)"
-        )
-        yield Left(keys, why)
+        yield shared.no_estimator(keys, f"reward_norm {reward} then adv_norm {advantage} (mean, deviation)")
     else:
         yield Carried(keys, {"offpolicy.advantages": found})
 
@@ -165,16 +167,31 @@ def _batch(source: Source) -> Iterable[Found]:
         yield from shared.sizes_unknown(source, (*names, where), names[1], shared.SIZES)
         return
     if prompts * generations % parts:
-        yield Left(keys, f"{prompts} x {generations} responses do not divide into {parts} parts")
+        why = f"{prompts} x {generations} responses do not divide into {parts} parts"
+        yield Left(keys, why, to_set=shared.SIZE_FIELDS)
         return
     yield from shared.batch(
         shared.Batch(keys, prompts, generations, prompts * generations // parts, None, devices or 1, where)
     )
 
 
+def _saving(source: Source, per_step: shared.Steps) -> Iterable[Found]:
+    """AReaL saves where one of three frequencies says so; TRL has one strategy."""
+    steps, epochs = "saver.freq_steps", "saver.freq_epochs"
+    if source.settings.values.get(steps) is not None:
+        yield from shared.saving(source, steps, per_step)
+        yield from shared.left(source, {epochs: f"{steps} decides here"})
+    elif source.settings.values.get(epochs) is not None:
+        every = whole(epochs, source.settings.values[epochs])
+        why = "" if every == 1 else f"every {every} epochs there, every epoch here"
+        yield Carried(source.given(epochs, steps), {"save_strategy": "epoch"}, why)
+    else:
+        yield from shared.saving(source, steps, per_step)
+
+
 def _counted(source: Source) -> Iterable[Found]:
     per_step = shared.steps_per_generation(_batch(source))
-    yield from shared.saving(source, "saver.freq_steps", per_step)
+    yield from _saving(source, per_step)
     yield from shared.last_step(source, "total_train_steps", per_step)
 
 
@@ -251,7 +268,6 @@ FRAMEWORK = Framework(
     steps=(_correction, _loss, _kl, _advantages, _batch, _counted, _optimizer, _adapter, _engine),
     defaults=DEFAULTS,
     left={
-        "actor.m2_threshold": "set offpolicy.objective.policy_loss: {type: m2po, budget: ...}",
         "actor.recompute_logprob": "old log-probs are recomputed here where a step needs them",
         "actor.prox_logp_method": "set offpolicy.objective.proximal (docs/objectives.md)",
         **shared.names(

@@ -18,6 +18,7 @@ from trl_offpolicy.migrate.rules import (
     Source,
     number,
     plain,
+    strategy,
     switch,
     text,
     top_k,
@@ -44,9 +45,10 @@ _SAME = [
     "vllm_gpu_memory_utilization",
     "vllm_tensor_parallel_size",
     "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
     "vllm_server_timeout",
     "save_steps",
-    "save_strategy",
     "save_total_limit",
     "logging_steps",
     "seed",
@@ -57,7 +59,6 @@ _SAME = [
     "log_completions",
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
-    "deepspeed",
     "fsdp",
     "bf16",
     "fp16",
@@ -88,12 +89,13 @@ def _loss(source: Source) -> Iterable[Found]:
     if kind in same:
         yield Carried(source.given(key), {"loss_type": kind}, "" if source.has(key) else "the default of loss_type")
     else:
-        yield Left(source.given(key), f"the loss {kind!r} has no counterpart here; set offpolicy.objective.policy_loss")
+        yield shared.no_loss(source.given(key), kind)
     if not source.has(level):
         return
     given = source.settings.values[level]
     if given == "sequence_token":
-        yield Left((level,), "set offpolicy.objective.policy_loss: {type: gspo_token} and leave out loss_type")
+        why = "set offpolicy.objective.policy_loss: {type: gspo_token} and leave out loss_type"
+        yield Left((level,), why, to_set=shared.LOSS_TO_SET)
     elif given in ("token", "sequence"):
         yield Carried((level,), {level: given})
     else:
@@ -107,8 +109,13 @@ def _advantages(source: Source) -> Iterable[Found]:
             yield Carried(("advantage_estimator",), {}, "TRL's own advantages")
         elif kind == "rloo":
             yield Carried(("advantage_estimator",), {"offpolicy.advantages": "rloo"})
+        elif kind == "reinforce_plus_plus" and scale in (None, "batch", True):
+            fields = {"offpolicy.advantages": "reinforce_plus_plus_baseline"}
+            why = "ms-swift divides by the deviation over the batch's responses, this kit over their tokens"
+            yield Carried(source.given("advantage_estimator", "scale_rewards"), fields, why)
+            return
         else:
-            yield Left(("advantage_estimator",), f"{kind!r} has no counterpart here; set offpolicy.advantages")
+            yield shared.no_estimator(("advantage_estimator",), repr(kind))
     if scale is None:
         return
     if scale == "gdpo":
@@ -119,11 +126,56 @@ def _advantages(source: Source) -> Iterable[Found]:
         yield Left(("scale_rewards",), f"advantage_estimator={kind} does not read it here")
 
 
+def _kl(source: Source) -> Iterable[Found]:
+    """The KL is in the reward where the file says so, and by default with every estimator but grpo."""
+    key, kind = "kl_in_reward", source.get("advantage_estimator", "grpo")
+    given = source.get(key)
+    if not (kind != "grpo" if given is None else switch("--kl_in_reward", given)):
+        yield from shared.left(source, {key: "off: beta is in the loss"})
+        return
+    coef = number("--beta", 0.04 if source.get("beta") is None else source.get("beta"))
+    if coef == 0:
+        yield from shared.left(source, {key: "beta is 0: no KL term"})
+        return
+    why = (
+        "in the reward, as there" if source.has(key) else f"in the reward: the default with advantage_estimator={kind}"
+    )
+    yield shared.reward_kl(source.given(key, "beta"), coef, "k1", why, max_value=None)
+    yield Carried((), {"option.beta": 0.0}, "the KL is in the reward")
+
+
+def _sizes(source: Source) -> Iterable[Found]:
+    """Without a size ms-swift takes 1 a device, TRL 8; 1 holds a whole group only together with other sizes."""
+    key = "per_device_train_batch_size"
+    if not source.has(key, "generation_batch_size", "global_batch_size", "micro_batch_size"):
+        needed = {
+            key: f"{shared.SIZE_FIELDS[key]}, 1 in ms-swift; times devices and steps_per_generation it must be a "
+            "multiple of num_generations"
+        }
+        yield Left((), "1 there, and 8 in TRL: set it", pattern=key, to_set=needed)
+
+
+def _deepspeed(source: Source) -> Iterable[Found]:
+    """A file of the user's is carried; ms-swift's own are named by a word."""
+    key = "deepspeed"
+    if not source.has(key):
+        return
+    given = source.settings.values[key]
+    if isinstance(given, str) and given.startswith("zero") and "." not in given:
+        stage = given.partition("_")[0]
+        yield Left((key,), f"a file of ms-swift's; accelerate's is recipes/accelerate/{stage}.yaml, for --config_file")
+    else:
+        yield Carried((key,), {key: given})
+
+
 def _tuner_of(source: Source) -> str:
     """The tuner that is trained: LoRA by default, a full model under Megatron, whose batch sizes have other names."""
-    megatron = source.has("micro_batch_size", "global_batch_size", "train_iters")
     given = source.settings.values.get("tuner_type")
-    return text("tuner_type", given or ("full" if megatron else "lora"))
+    return text("tuner_type", given or ("full" if _is_megatron(source) else "lora"))
+
+
+def _is_megatron(source: Source) -> bool:
+    return source.has("micro_batch_size", "global_batch_size", "train_iters")
 
 
 def _tuner(source: Source) -> Iterable[Found]:
@@ -133,8 +185,10 @@ def _tuner(source: Source) -> Iterable[Found]:
         yield Carried(source.given("tuner_type"), {}, "a full model is the default here")
         yield from shared.left(source, dict.fromkeys(names, "no adapter is trained"))
     elif kind == "lora":
-        found = next(iter(shared.lora(source, *names)))
-        if isinstance(found, Carried):
+        for found in shared.lora(source, *names):
+            if not isinstance(found, Carried):
+                yield found
+                continue
             fields = {name: value for name, value in found.fields.items() if name != "lora_dropout"}
             said = ["" if source.has("tuner_type") else "the default of tuner_type", found.why]
             yield Carried((*source.given("tuner_type"), *found.keys), fields, "; ".join(filter(None, said)))
@@ -142,12 +196,41 @@ def _tuner(source: Source) -> Iterable[Found]:
         yield Left(source.given("tuner_type", *names), f"the tuner {kind!r} has no counterpart here")
 
 
+def _megatron_schedule(source: Source) -> Iterable[Found]:
+    """Megatron's schedule: a cosine down to ``min_lr``, which is no ratio."""
+    names = ("lr_decay_style", "min_lr", "lr_warmup_iters", "lr_warmup_fraction")
+    style = text(names[0], source.get(names[0]) or "cosine")
+    if style not in ("constant", "linear", "cosine"):
+        why = f"the schedule {style!r} has no counterpart here; set lr_scheduler_type and warmup_steps"
+        yield Left(source.given(*names), why)
+        return
+    least, rate = source.get(names[1]) or 0, source.get("lr", source.get("learning_rate"))
+    warmup = source.get(names[2]) or source.get(names[3]) or 0
+    fields: dict[str, Any] = {"lr_scheduler_type": style}
+    if style == "constant" or (style == "cosine" and least == rate):
+        fields["lr_scheduler_type"] = "constant_with_warmup" if warmup else "constant"
+    elif style == "cosine" and least:
+        own = {"min_lr": number("--min_lr", least)}
+        fields |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": own}
+    if warmup:
+        fields["warmup_steps"] = number(names[2], warmup)
+    yield Carried(source.given(*names), fields, "" if source.has(*names) else "the default of lr_decay_style")
+
+
 def _optimizer(source: Source) -> Iterable[Found]:
+    if _is_megatron(source):
+        yield from _megatron_schedule(source)
+        yield from _rate(source)
+        return
     names = ("lr_scheduler_type", "warmup_steps", "warmup_ratio")
     kind = text(names[0], source.get(names[0]) or "cosine")
     warmup = source.get(names[1]) or source.get(names[2]) or 0
     fields = {names[0]: kind, **({"warmup_steps": number(names[2], warmup)} if warmup else {})}
     yield Carried(source.given(*names), fields, "" if source.has(*names) else "the default of lr_scheduler_type")
+    yield from _rate(source)
+
+
+def _rate(source: Source) -> Iterable[Found]:
     if not source.has("learning_rate", "lr"):
         rate, tuner = (1e-5, "a full model") if _tuner_of(source) == "full" else (1e-4, "an adapter")
         yield Carried((), {"learning_rate": rate}, f"the default of learning_rate for {tuner}")
@@ -162,11 +245,9 @@ def _megatron(source: Source) -> Iterable[Found]:
     steps, devices = shared.given_or(source, names[2], 1), source.get("train.gpus", source.get("nproc_per_node"))
     keys = source.given(*names)
     if None in (step, generations, steps) or devices is None or step * steps % generations:
-        yield Left(
-            keys,
-            "the number of devices is not in the file; set per_device_train_batch_size, "
-            "gradient_accumulation_steps, steps_per_generation and num_generations",
-        )
+        missing = "the number of devices is not in the file" if devices is None else "the sizes do not divide"
+        why = f"{missing}; set per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
+        yield Left(keys, f"{why} and num_generations", to_set=shared.SIZE_FIELDS)
         return
     micro = source.get(names[0])
     yield from shared.batch(
@@ -174,6 +255,10 @@ def _megatron(source: Source) -> Iterable[Found]:
             keys, step * steps // generations, generations, step, micro, whole("train.gpus", devices), "train.gpus"
         )
     )
+
+
+def _mappings(source: Source) -> Iterable[Found]:
+    yield from shared.mapping_fields(source, ("gradient_checkpointing_kwargs",))
 
 
 FRAMEWORK = Framework(
@@ -207,9 +292,10 @@ FRAMEWORK = Framework(
         "tau_neg": Row("sapo_temperature_neg", number),
         "train_iters": Row("max_steps", whole),
         "train.output_dir": Row("output_dir", text),
+        "save_strategy": Row("save_strategy", strategy),
         **{name: Row(name, plain) for name in _SAME},
     },
-    steps=(_loss, _advantages, _tuner, _megatron, _optimizer),
+    steps=(_loss, _advantages, _kl, _sizes, _tuner, _megatron, _optimizer, _deepspeed, _mappings),
     defaults=DEFAULTS,
     left={
         "rlhf_type": "grpo is what is trained here",
@@ -224,7 +310,7 @@ FRAMEWORK = Framework(
             "agent_template strict enable_thinking loss_scale",
             shared.DATA,
         ),
-        **shared.names("", "reward_* cosine_* repetition_* soft_* kl_in_reward", shared.REWARD),
+        **shared.names("", "reward_* cosine_* repetition_* soft_*", shared.REWARD),
         **shared.names("", "dynamic_sample max_resample_times", "dynamic sampling has no counterpart here"),
         **shared.names(
             "",
@@ -234,7 +320,7 @@ FRAMEWORK = Framework(
         **shared.names(
             "", "chord_* real_tau fipo_* rlsd_* sdar_* advantage_reweight teacher_* opd_*", shared.OTHER_MODELS
         ),
-        **shared.names("", "async_generate vllm_server_host vllm_server_port", shared.ASYNC),
+        "async_generate": shared.ASYNC,
         **shared.names(
             "", "sleep_level offload_* move_model_batches vllm_* stop_words sglang_* lmdeploy_*", shared.ENGINE
         ),

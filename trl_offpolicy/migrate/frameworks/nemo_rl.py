@@ -87,7 +87,13 @@ def _per_step(source: Source) -> shared.Steps:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    yield from shared.saving(source, "checkpointing.save_period", _per_step(source))
+    on, every = "checkpointing.enabled", "checkpointing.save_period"
+    if not switch(on, source.get(on, True)):
+        yield Carried((on,), {"save_strategy": "no"})
+        yield from shared.left(source, {every: f"{on} is off"})
+    else:
+        yield from shared.saving(source, every, _per_step(source))
+        yield from shared.left(source, {on: "true: save_steps is that"})
     yield from shared.last_step(source, "grpo.max_num_steps", _per_step(source))
 
 
@@ -167,7 +173,7 @@ def _advantages(source: Source) -> Iterable[Found]:
         found = None if by_std and leave_one_out else ("rloo" if leave_one_out else plain)
     if found is None:
         how = f"{kind!r} with normalize_rewards={by_std} and use_leave_one_out_baseline={leave_one_out}"
-        yield Left(keys, f"the estimator {how} has no equal here; set offpolicy.advantages (docs/objectives.md)")
+        yield shared.no_estimator(keys, how)
     else:
         yield Carried(keys, {"offpolicy.advantages": found})
 
@@ -175,7 +181,11 @@ def _advantages(source: Source) -> Iterable[Found]:
 def _adapter(source: Source) -> Iterable[Found]:
     section = "policy.megatron_cfg.peft" if _is_megatron(source) else "policy.dtensor_cfg.lora_cfg"
     names = (f"{section}.dim", f"{section}.alpha", f"{section}.target_modules", f"{section}.dropout")
-    yield from shared.lora(source, *names, on=f"{section}.enabled")
+    yield from shared.lora(source, *names, on=f"{section}.enabled", every_linear=True)
+    chosen = {"match_all_linear": "all-linear is that", "exclude_modules": "null: none is left out"}
+    if source.get(f"{section}.exclude_modules"):
+        chosen["exclude_modules"] = "leave them out of lora_target_modules: there is no field for it here"
+    yield from shared.left(source, {f"{section}.{name}": why for name, why in chosen.items()})
 
 
 def _engine(source: Source) -> Iterable[Found]:

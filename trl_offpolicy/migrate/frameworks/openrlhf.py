@@ -120,13 +120,8 @@ def _advantages(source: Source) -> Iterable[Found]:
         yield Carried(source.given(key), {"offpolicy.advantages": found[kind]})
         yield from shared.left(source, {plain: f"{kind} does not read it"})
     else:
-        keys = source.given(key, plain)
-        yield Left(
-            keys,
-            f"the estimator {kind!r}{' without the deviation' * bool(source.get(plain, False))} has no "
-            "counterpart here; set offpolicy.advantages (docs/objectives.md)",
-            pattern=f"--{key}",
-        )
+        how = f"{kind!r}{' without the deviation' * bool(source.get(plain, False))}"
+        yield shared.no_estimator(source.given(key, plain), how, pattern=f"--{key}")
 
 
 def _batch(source: Source) -> Iterable[Found]:
@@ -206,10 +201,10 @@ def _data(source: Source) -> Iterable[Found]:
     if "," in name:
         yield Left((key,), shared.DATA)
         return
-    fields = {"dataset_name": name, "question_column": source.get("data.input_key", "input")}
-    if source.get("data.label_key") is not None:
-        fields["answer_column"] = source.get("data.label_key")
-    yield Carried(source.given(key, "data.input_key", "data.label_key"), fields)
+    names = (key, "data.input_key", "data.label_key")
+    fields = {"dataset_name": name, "question_column": source.get(names[1], "input")}
+    fields["answer_column"] = source.get(names[2])
+    yield Carried(source.given(*names), fields, "" if fields["answer_column"] else "without labels: no answers")
 
 
 _OLD = {

@@ -71,6 +71,8 @@ DEFAULTS: dict[str, Any] = {
     f"{ALGORITHM}.clip_cov.clip_ratio": 0.0002,
     f"{ALGORITHM}.clip_cov.clip_cov_lb": 1.0,
     f"{ALGORITHM}.clip_cov.clip_cov_ub": 5.0,
+    f"{ALGORITHM}.kl_cov.kl_cov_frac": 0.2,
+    f"{ALGORITHM}.kl_cov.ppo_kl_coef": 1.0,
 }
 
 
@@ -95,6 +97,11 @@ _LOSSES: Mapping[str, Callable[[Source], dict[str, Any]]] = {
         "temperature_neg": _get(source, "sapo.tau_neg"),
     },
     "cispo": _cispo,
+    "kl_cov": lambda source: {
+        "type": "kl_cov",
+        "fraction": _get(source, "kl_cov.kl_cov_frac"),
+        "coef": _get(source, "kl_cov.ppo_kl_coef"),
+    },
     "clip_cov": lambda source: {
         "type": "clip_cov",
         **_bounds(source),
@@ -115,12 +122,15 @@ _LOSS_KEYS = (
     "clip_cov.clip_ratio",
     "clip_cov.clip_cov_lb",
     "clip_cov.clip_cov_ub",
+    "kl_cov.kl_cov_frac",
+    "kl_cov.ppo_kl_coef",
 )
 _READS = {
     "gspo": ("eps_clip",),
     "sapo": ("sapo",),
     "cispo": ("cispo",),
     "clip_cov": ("eps_clip", "clip_cov"),
+    "kl_cov": ("kl_cov",),
     "regular": ("eps_clip",),
     "dual_clip": ("eps_clip", "clip_ratio_c"),
 }
@@ -133,7 +143,7 @@ def _loss(source: Source) -> Iterable[Found]:
         return
     kind = text(f"{ALGORITHM}.policy_loss_type", name)
     if kind not in _READS:
-        yield Left(keys, f"the loss {kind!r} has no counterpart in this table; set offpolicy.objective.policy_loss")
+        yield shared.no_loss(keys, kind)
         return
     read = tuple(f"{ALGORITHM}.{start}" for start in (*_READS[kind], "policy_loss_type"))
     used = tuple(key for key in keys if key.startswith(read))
@@ -232,9 +242,12 @@ def _advantages(source: Source) -> Iterable[Found]:
     yield from shared.left(source, {names[1]: "grpo alone reads it"})
     if kind == "rloo":
         yield Carried(source.given(names[0]), {"offpolicy.advantages": "rloo"})
+    elif kind == "reinforce++":
+        discount = f"{ALGORITHM}.gamma"
+        returns = {"type": "reinforce_plus_plus", "discount": number(discount, source.get(discount, 1.0))}
+        yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns})
     else:
-        why = f"the estimator {kind!r} has no counterpart here; set offpolicy.advantages (docs/objectives.md)"
-        yield Left(source.given(names[0]), why)
+        yield shared.no_estimator(source.given(names[0]), repr(kind))
 
 
 def _batch(source: Source) -> Iterable[Found]:

@@ -120,7 +120,20 @@ def _kl(source: Source) -> Iterable[Found]:
 
 
 def _clip(source: Source) -> Iterable[Found]:
+    if source.get("advantage_estimator") == "cispo":
+        keys = ("eps_clip", "eps_clip_high")
+        yield Carried(source.given(*keys), {}, "the bounds of CISPO, in offpolicy.objective.policy_loss")
+        yield from shared.left(source, {"eps_clip_c": "CISPO does not read it"})
+        return
     yield from shared.clip(source, "eps_clip", "eps_clip_high", "eps_clip_c")
+
+
+def _cispo(source: Source) -> dict[str, Any]:
+    """The estimator's name is that of the loss too; its bounds are distances from 1, and below 0 there is none."""
+    below = number("--eps-clip", source.get("eps_clip", 0.2))
+    above = number("--eps-clip-high", source.get("eps_clip_high") or below)
+    low = {"low": 1 - below} if below < 1 else {}
+    return {"offpolicy.objective.policy_loss": {"type": "cispo", "high": 1 + above, **low}}
 
 
 def _advantages(source: Source) -> Iterable[Found]:
@@ -130,18 +143,18 @@ def _advantages(source: Source) -> Iterable[Found]:
     kind = text("--advantage-estimator", source.get(key, "grpo"))
     by_std = not switch("--disable-grpo-std-normalization", source.get(plain, False))
     keys = source.given(key, plain)
-    if kind in ("grpo", "gspo"):
+    if kind in ("grpo", "gspo", "cispo"):
         estimator: dict[str, Any] = {"type": "grpo", "epsilon": 1e-6, **({} if by_std else {"scale": "none"})}
         fields: dict[str, Any] = {"offpolicy.advantages": estimator}
         if kind == "gspo":
             fields["importance_sampling_level"] = "sequence"
+        if kind == "cispo":
+            fields |= _cispo(source)
         yield Carried(keys, fields, "slime adds 1e-6 to the deviation")
     elif kind == "reinforce_plus_plus_baseline":
         yield Carried(keys, {"offpolicy.advantages": "reinforce_plus_plus_baseline"})
     else:
-        yield Left(
-            keys, f"the estimator {kind!r} has no counterpart here; set offpolicy.advantages (docs/objectives.md)"
-        )
+        yield shared.no_estimator(keys, repr(kind))
 
 
 def _step(source: Source) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trl_offpolicy.migrate import shared
-from trl_offpolicy.migrate.rules import Carried, Found, Framework, Left, Row, Source, plain
+from trl_offpolicy.migrate.rules import Carried, Found, Framework, Left, Row, Source, plain, strategy
 
 FIELDS = tuple(
     [
@@ -219,6 +219,11 @@ FIELDS = tuple(
 )
 """Fields of ``GRPOConfig`` and ``ModelConfig`` without those of TRL's own correction. They keep name and value."""
 _IS = "vllm_importance_sampling"
+_STRATEGIES = ("eval_strategy", "logging_strategy", "save_strategy")
+
+
+def _mappings(source: Source) -> Iterable[Found]:
+    yield from shared.mapping_fields(source, FIELDS)
 
 
 def _unread(source: Source) -> Iterable[Found]:
@@ -240,8 +245,11 @@ FRAMEWORK = Framework(
     entries=("trl grpo",),
     marks=("model_name_or_path", f"{_IS}_*", "off_policy_mask_threshold"),
     options={f"{_IS}_{name}": f"{_IS}_{name}" for name in ("correction", "mode", "clip_max", "clip_min")},
-    rows={name: Row(name, plain) for name in ("dataset_name", "dataset_config", *FIELDS)},
-    steps=(_unread,),
+    rows={
+        name: Row(name, strategy if name in _STRATEGIES else plain)
+        for name in ("dataset_name", "dataset_config", "system_prompt", *FIELDS)
+    },
+    steps=(_unread, _mappings),
     left={
         "reward_funcs": shared.REWARD,
         "reward_model_name_or_path": shared.REWARD,

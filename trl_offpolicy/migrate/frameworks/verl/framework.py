@@ -1,16 +1,24 @@
-"""verl: hydra's YAML, and launch scripts with overrides ``a.b=c``.
-
-Read at verl 1dda039b9 (0.9.1). Older names: b8dc5377c (August 2025), 21271aabb (October), 97eac9048 (January 2026).
-"""
+"""verl's table: which settings become which fields here. Read at verl 1dda039b9 (0.9.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
-from trl_offpolicy.checks import check_choice
 from trl_offpolicy.migrate import shared
+from trl_offpolicy.migrate.frameworks.verl.asynchronous import (
+    all_prompts,
+    asynchronous,
+    generations_of_a_version,
+    has_own_devices,
+    prompts_of,
+    routing_replay,
+    trainer_of,
+)
+from trl_offpolicy.migrate.frameworks.verl.older import older_options
+from trl_offpolicy.migrate.frameworks.verl.paths import ACTOR, CORRECTION, MODEL, ROLLOUT
 from trl_offpolicy.migrate.rules import (
     Carried,
     Found,
@@ -27,16 +35,9 @@ from trl_offpolicy.migrate.rules import (
     whole,
 )
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
-CORRECTION = "algorithm.rollout_correction"
 REWARD = ("custom_reward_function", "reward.custom_reward_function")
 """Where the user's reward function is named: to 0.6, and now."""
 FILES = (".parquet", ".json", ".jsonl")
-LEVELS = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
-"""Levels of the older ``rollout_rs`` and ``rollout_is_level``: their names here."""
-
 _CORRECTION = (
     "rollout_is",
     "rollout_is_threshold",
@@ -87,6 +88,9 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.optim.lr_scheduler_type": "constant",
     f"{MODEL}.lora_alpha": 16,
     f"{MODEL}.target_modules": "all-linear",
+    f"{MODEL}.lora.rank": 0,
+    f"{MODEL}.lora.alpha": 32,
+    f"{MODEL}.lora.target_modules": "all-linear",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "data.train_files": None,
@@ -106,11 +110,12 @@ def _batch(source: Source) -> Iterable[Found]:
         "trainer.n_gpus_per_node",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
     )
-    prompts, generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names)
+    prompts = prompts_of(source)
+    generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names[1:])
     if not source.has(*names[:3]):
         yield from shared.responses_of_a_prompt(source, names[1])
         return
-    if None in (prompts, generations, mini):
+    if prompts is None or None in (generations, mini):
         missing = [f"{name}=..." for name in names[:3] if source.get(name) is None]
         why = f"not all batch sizes are known; give {' and '.join(missing)} as overrides"
         yield from shared.sizes_unknown(source, names, names[1], why)
@@ -121,7 +126,7 @@ def _batch(source: Source) -> Iterable[Found]:
         return
     yield from shared.batch(
         shared.Batch(
-            source.given(*names),
+            source.given(*names, *(["async_training.require_batches"] if trainer_of(source) == "fully_async" else [])),
             prompts,
             generations,
             min(mini, prompts) * generations,
@@ -151,9 +156,11 @@ def _per_schedule_step(source: Source) -> shared.Steps:
 
 def _counted(source: Source) -> Iterable[Found]:
     per_step = _per_step(source)
-    yield from shared.saving(source, "trainer.save_freq", per_step)
+    per_version = replace(per_step, number=per_step.number * generations_of_a_version(source))
+    yield from shared.saving(source, "trainer.save_freq", per_version)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
-    yield from _evaluation(source, per_step)
+    yield from all_prompts(source, per_step)
+    yield from _evaluation(source, per_version)
 
 
 def _evaluation(source: Source, per_step: shared.Steps) -> Iterable[Found]:
@@ -173,14 +180,44 @@ def _evaluation(source: Source, per_step: shared.Steps) -> Iterable[Found]:
         "eval_on_start": switch(before, source.get(before, True)),
         "num_generations_eval": whole(responses, source.get(responses, 1)),
     }
+    fields |= _evaluation_batch(source, fields["num_generations_eval"])
     sampled = "TRL samples held-out prompts as in training, where verl is greedy unless val_kwargs says otherwise"
     why = "; ".join(part for part in (shared.times(per_step), sampled) if part)
     yield Carried(source.given(every, before, responses), fields, why)
 
 
+def _evaluation_batch(source: Source, responses: int) -> dict[str, int]:
+    """``per_device_eval_batch_size`` where TRL's 8 a device do not hold whole groups of held-out responses."""
+    nodes, devices = (shared.given_or(source, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    processes = 1 if None in (nodes, devices) else nodes * devices
+    if responses < 1 or 8 * processes % responses == 0:
+        return {}
+    least = responses // gcd(responses, processes)  # rows a device with whole groups over all of them
+    return {"per_device_eval_batch_size": least * max(8 // least, 1)}
+
+
+def _megatron_schedule(source: Source, kind: str) -> Iterable[Found]:
+    """Megatron's own names: ``lr_decay_style`` and a least rate that is no ratio."""
+    optim, least = f"{ACTOR}.optim", f"{ACTOR}.optim.min_lr"
+    steps, share = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    rate = source.get(least)
+    for one in shared.scheduler(source, kind, steps, share, _per_schedule_step(source)):
+        if rate and isinstance(one, Carried) and one.fields["lr_scheduler_type"] == "cosine":
+            own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": number(least, rate)}}
+            one = replace(one, keys=(*one.keys, least), fields={**one.fields, **own})
+        yield one
+    if not rate or source.get(kind) != "cosine":
+        yield from shared.left(source, {least: "0, or no cosine: the schedule has no least rate"})
+
+
 def _optimizer(source: Source) -> Iterable[Found]:
     optim = f"{ACTOR}.optim"
     kind, least = f"{optim}.lr_scheduler_type", f"{optim}.min_lr_ratio"
+    yield from shared.betas(source, f"{optim}.betas")
+    if source.has(megatron := f"{optim}.lr_decay_style"):
+        yield from _megatron_schedule(source, megatron)
+        yield from shared.left(source, dict.fromkeys((kind, least), f"{megatron} is read"))
+        return
     found = shared.scheduler(
         source, kind, f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio", _per_schedule_step(source)
     )
@@ -194,11 +231,17 @@ def _optimizer(source: Source) -> Iterable[Found]:
                 own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": rate}}
                 one = replace(one, keys=(*one.keys, least), fields={**one.fields, **own})
             yield one
-    yield from shared.betas(source, f"{optim}.betas")
 
 
 def _adapter(source: Source) -> Iterable[Found]:
-    yield from shared.lora(source, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
+    """FSDP's adapter, or Megatron's, which has a section of its own."""
+    plain = ("lora_rank", "lora_alpha", "target_modules")
+    if source.get(f"{MODEL}.lora.rank"):
+        names = (f"{MODEL}.lora.{name}" for name in ("rank", "alpha", "target_modules", "dropout"))
+        yield from shared.lora(source, *names)
+        yield from shared.left(source, {f"{MODEL}.{name}": f"{MODEL}.lora is read" for name in plain})
+    else:
+        yield from shared.lora(source, *(f"{MODEL}.{name}" for name in plain))
 
 
 def _engine(source: Source) -> Iterable[Found]:
@@ -206,8 +249,10 @@ def _engine(source: Source) -> Iterable[Found]:
     if source.has(name):
         given = text(name, source.settings.values[name])
         if given in ("vllm", "sglang", "trtllm"):
-            why = "" if given == "vllm" else f"{given} there, vLLM here"
-            yield Carried((name,), {"use_vllm": True, "vllm_mode": "colocate"}, why)
+            said = ["" if given == "vllm" else f"{given} there, vLLM here"]
+            mode = "server" if has_own_devices(source) else "colocate"
+            said.append("set vllm_server_base_url" if mode == "server" else "")
+            yield Carried((name,), {"use_vllm": True, "vllm_mode": mode}, "; ".join(filter(None, said)))
         else:
             yield Left((name,), f"{given!r} is no engine here; without use_vllm, transformers samples")
     longest, lengths = f"{ROLLOUT}.max_model_len", ("data.max_prompt_length", "data.max_response_length")
@@ -229,100 +274,6 @@ def _engine(source: Source) -> Iterable[Found]:
     for key, (argument, convert) in settings.items():
         if source.has(key):
             yield Carried((key,), {f"engine.{argument}": convert(key, source.settings.values[key])})
-
-
-def _older(source: Source) -> Iterable[Found]:
-    """Options of older versions that have no equal among the present ones."""
-    yield from _tis_cap(source)
-    yield from _flat_options(source)
-    yield from _old_rejection(source)
-    veto = f"{CORRECTION}.rollout_token_veto_threshold"
-    if source.has(veto):
-        yield _veto(veto, source.settings.values[veto])
-    for key, why in {
-        f"{CORRECTION}.bypass_old_logprob_for_rollout": "older name of bypass_mode; give that",
-        f"{CORRECTION}.use_pure_rollout_correction": "older form of bypass_mode with loss_type=reinforce; give these",
-        f"{CORRECTION}.use_policy_gradient": "older form of loss_type=reinforce (with bypass_mode); give that",
-    }.items():
-        if source.has(key):
-            yield Left((key,), why) if source.settings.values[key] else Carried((key,), {}, "off", older=True)
-
-
-def _veto(key: str, value: Any) -> Found:
-    why = "verl has no successor of the same meaning (rollout_rs: seq_max_k2 bounds both sides)"
-    if value is None:
-        return Carried((key,), {}, "off", older=True)
-    term = {"type": "outlier_veto", "low": number(key, value), "high": None}
-    return Carried((key,), {"offpolicy.correction.keep": [term]}, why, older=True)
-
-
-def _tis_cap(source: Source) -> Iterable[Found]:
-    key = f"{ACTOR}.tis_imp_ratio_cap"
-    if not source.has(key):
-        return
-    cap = source.settings.values[key]
-    if cap is None or number(key, cap) <= 0:
-        yield Carried((key,), {}, "off", older=True)
-    else:
-        successor = "now algorithm.rollout_correction.rollout_is: token with rollout_is_threshold"
-        yield Carried((key,), {"option.rollout_is": "token", "option.rollout_is_threshold": cap}, successor, older=True)
-
-
-def _truncate(level: str, cap: float) -> dict[str, Any]:
-    return {"type": "truncate", "max_weight": cap, **({} if level == "token" else {"level": level})}
-
-
-def _flat_options(source: Source) -> Iterable[Found]:
-    """``algorithm.rollout_is: true`` with level, mode, threshold and veto (October 2025)."""
-    prefix = "algorithm.rollout_is"
-    names = [f"{prefix}{end}" for end in ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")]
-    keys = source.given(*names)
-    if not keys:
-        return
-    values = source.settings.values
-    on, cap = values.get(prefix, False), values.get(f"{prefix}_threshold")
-    if not on or cap is None:
-        yield Carried(keys, {}, "off: metrics only, which are always measured here", older=True)
-        return
-    level, mode = values.get(f"{prefix}_level", "token"), values.get(f"{prefix}_mode", "truncate")
-    check_choice(f"{prefix}_level", level, LEVELS)
-    check_choice(f"{prefix}_mode", mode, ("truncate", "clip", "mask"))
-    high = number(f"{prefix}_threshold", cap)
-    low = values.get(f"{prefix}_threshold_lower")
-    low = 1 / high if low is None else number(f"{prefix}_threshold_lower", low)
-    weight = _truncate(LEVELS[level], high)
-    if mode == "clip":
-        weight = {"type": "band", "low": low, "high": high, "level": LEVELS[level]}
-    fields: dict[str, Any] = {"offpolicy.correction.weight": weight}
-    keep: list[Any] = []
-    if mode == "mask":
-        fields = {"offpolicy.correction.weight": {"type": "raw", "level": LEVELS[level]}}
-        keep.append({"type": "ratio_band", "low": low, "high": high, "level": LEVELS[level]})
-    veto = values.get(f"{prefix}_veto_threshold", 1e-4)
-    if veto is not None:
-        keep.append({"type": "outlier_veto", "low": number(f"{prefix}_veto_threshold", veto), "high": None})
-    if keep:
-        fields["offpolicy.correction.keep"] = keep
-    default = "" if f"{prefix}_veto_threshold" in values else "; the veto at 1e-4 was verl's default"
-    yield Carried(keys, fields, f"now algorithm.rollout_correction.*{default}", older=True)
-
-
-def _old_rejection(source: Source) -> Iterable[Found]:
-    """``rollout_rs: token | sequence | geometric`` with an upper and a lower threshold (to January 2026)."""
-    names = [f"{CORRECTION}.rollout_rs{end}" for end in ("", "_threshold", "_threshold_lower")]
-    level, upper, lower = (source.get(name) for name in names)
-    if level not in LEVELS:
-        if source.has(names[2]):
-            now = 'now in rollout_rs_threshold: "low_high"'
-            yield Left((names[2],), now) if lower is not None else Carried((names[2],), {}, "off", older=True)
-        return
-    cap = upper if upper is not None else source.get(f"{CORRECTION}.rollout_is_threshold", 2.0)
-    high = number(names[1], cap)
-    low = 1 / high if lower is None else number(names[2], lower)
-    newer = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[level]
-    term = {"type": "ratio_band", "low": low, "high": high, "level": LEVELS[level]}
-    why = f'now rollout_rs: {newer} with rollout_rs_threshold: "{1 / high:g}_{1 / low:g}", which verl inverts'
-    yield Carried(source.given(*names), {"offpolicy.correction.keep": [term]}, why, older=True)
 
 
 def _reward_kl(source: Source) -> Iterable[Found]:
@@ -357,7 +308,13 @@ def _data(source: Source) -> Iterable[Found]:
             yield Left((key,), f"{shared.DATA}: recipes/grpo.py reads val_files only beside train_files")
         else:
             carries_training = True
-            yield Carried((key,), {key.removeprefix("data."): files})
+            fields: dict[str, Any] = {key.removeprefix("data."): files}
+            keys: tuple[str, ...] = (key,)
+            if key == "data.val_files":  # verl reads all rows, or so many
+                most = source.get("data.val_max_samples", -1)
+                fields["eval_size"] = None if most is None or most < 0 else whole("data.val_max_samples", most)
+                keys += source.given("data.val_max_samples")
+            yield Carried(keys, fields)
 
 
 def _reward(source: Source) -> Iterable[Found]:
@@ -368,7 +325,9 @@ def _reward(source: Source) -> Iterable[Found]:
         keys = (f"{section}.path", f"{section}.name", *options)
         path, name = source.get(keys[0]), source.get(keys[1])
         if path is None:
-            yield from shared.left(source, dict.fromkeys(keys, "no path: verl chooses by data_source; set reward here"))
+            known = keys[0] not in source.settings.unknown
+            why = "no path: verl chooses by data_source; set reward here" if known else "its path is not known"
+            yield from shared.left(source, dict.fromkeys(keys, why))
             continue
         module = _module(text(source.settings.shown(keys[0]), path))
         fields: dict[str, Any] = {"reward": f"{module}:{name or 'compute_score'}"}
@@ -382,6 +341,14 @@ def _module(path: str) -> str:
     if path.startswith("pkg://"):
         return path.removeprefix("pkg://").replace("/", ".")
     return path.removeprefix("file://")
+
+
+def _program(source: Source) -> Iterable[Found]:
+    """A recipe may bring code of its own, which no setting shows."""
+    module = source.settings.entry.rpartition(" ")[2]
+    if module.startswith("recipe.") and not trainer_of(source):
+        why = "code of its own may change loss, advantages or data beside the settings: read it before you trust these"
+        yield Left((), why, pattern=f"the program {module}", default=False)
 
 
 _LENGTH = "TRL does not cut prompts; set vllm_max_model_length"
@@ -418,9 +385,22 @@ FRAMEWORK = Framework(
         f"{ROLLOUT}.tensor_model_parallel_size": Row("vllm_tensor_parallel_size", whole),
         "trainer.total_epochs": Row("num_train_epochs", number, default=30),
         "trainer.default_local_dir": Row("output_dir", text),
-        "trainer.experiment_name": Row("run_name", text),
+        "trainer.experiment_name": Row("run_name", optional(text)),
     },
-    steps=(_batch, _reward_kl, _counted, _optimizer, _adapter, _engine, _data, _reward, _older),
+    steps=(
+        _program,
+        asynchronous,
+        routing_replay,
+        _batch,
+        _reward_kl,
+        _counted,
+        _optimizer,
+        _adapter,
+        _engine,
+        _data,
+        _reward,
+        older_options,
+    ),
     defaults=DEFAULTS,
     left={
         "*_target_": "hydra's own",
@@ -473,7 +453,6 @@ FRAMEWORK = Framework(
             "use_fused_kernels fused_kernel_options tiled_mlp mtp lora",
             shared.MODEL,
         ),
-        "actor_rollout_ref.hybrid_engine": "vllm_mode: colocate is that",
         "actor_rollout_ref.nccl_timeout": shared.MODEL,
         "algorithm.lam": "GAE alone reads it",
         "algorithm.kl_ctrl": "the KL in the reward alone reads it",
@@ -518,6 +497,9 @@ FRAMEWORK = Framework(
         "transfer_queue": shared.MODEL,
         "model_engine": shared.MODEL,
         "async_training": shared.ASYNC,
+        "rollout.n": f"{ROLLOUT}.n decides",
+        "rollout.nnodes": "the engine's own devices: trl-offpolicy serve runs there",
+        "rollout.n_gpus_per_node": "the engine's own devices: trl-offpolicy serve runs there",
         "hydra": "hydra's own",
         "config_path": "the file was not read, see below",
         "sandbox_fusion": shared.REWARD,
