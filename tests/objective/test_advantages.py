@@ -26,9 +26,11 @@ ESTIMATORS = {
     "grpo batch": A.GRPO(scale="batch"),
     "dr_grpo": A.DrGRPO(),
     "rloo": A.RLOO(),
+    "rloo, spread of the others": A.RLOO(scale="others"),
     "opo": A.OPO(),
     "gdpo": A.GDPO(),
     "reinforce++ baseline": A.REINFORCEPlusPlusBaseline(),
+    "reinforce++ baseline, by group": A.REINFORCEPlusPlusBaseline(scale="group"),
     "reinforce++": A.REINFORCEPlusPlus(),
     "passk": A.PassK(),
     "gpg": A.GPG(),
@@ -206,6 +208,51 @@ def test_by_hand():
     assert A.OPO()(x).tolist() == close([1 - 11 / 6, -11 / 6, 5 - 11 / 6])
 
 
+def test_the_spread_of_the_others_by_hand():
+    # of 1, 0 and 5: the others of 1 are 0 and 5, their mean 2.5 and their deviation 5 / sqrt(2)
+    found = A.RLOO(scale="others")(simple([1.0, 0.0, 5.0]))
+    by_hand = [(1 - 2.5) * 2**0.5 / 5, (0 - 3) * 2**0.5 / 4, (5 - 0.5) * 2**0.5]
+    assert found.tolist() == pytest.approx(by_hand, rel=1e-5)  # 1e-6 is added to the deviation
+    # where the others are equal, or there is one alone, nothing is divided
+    assert A.RLOO(scale="others")(simple([1.0, 0.0, 0.0, 0.0])).tolist()[0] == 1.0
+    assert A.RLOO(scale="others")(simple([1.0, 0.0])).tolist() == [1.0, -1.0]
+    assert A.RLOO(scale="others")(simple([0.7, 0.7, 0.7])).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_spread_of_the_others_is_that_of_every_subset():
+    generator = torch.Generator().manual_seed(0)
+    for size in (3, 4, 7):
+        rewards = torch.rand(size, generator=generator) * 100 - 50
+        expected = []
+        for place in range(size):
+            others = torch.cat([rewards[:place], rewards[place + 1 :]])
+            expected.append(float((rewards[place] - others.mean()) / (others.std() + 1e-6)))
+        assert A.RLOO(scale="others")(simple(rewards.tolist())).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_baseline_may_be_scaled_by_the_group_before_the_batch():
+    x = simple([1.0, 0.0, 10.0, 0.0], group_ids=[0, 0, 1, 1], mask=lengths(1, 1, 1, 1))
+    plain = A.REINFORCEPlusPlusBaseline()(x)
+    scaled = A.REINFORCEPlusPlusBaseline(scale="group")(x)
+    assert plain[2] > 5 * plain[0]  # the prompt of larger rewards counts more
+    assert scaled.tolist() == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: A.RLOO(scale="group"), "scale"),
+        (lambda: A.RLOO(scale="others", normalize=True), "scale must be 'none' with normalize"),
+        (lambda: A.RLOO(scale="others", epsilon=0.0), "epsilon"),
+        (lambda: A.REINFORCEPlusPlusBaseline(scale="batch"), "scale"),
+        (lambda: A.REINFORCEPlusPlusBaseline(epsilon=-1.0), "epsilon"),
+    ],
+)
+def test_a_wrong_scale_is_an_error(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_grpo_is_the_function_of_the_staged_correction():
     x = inputs()
 
@@ -365,6 +412,7 @@ ALONE = {name: (False, False) for name in ESTIMATORS} | {
     "grpo batch": (True, True),
     "gdpo": (False, True),
     "reinforce++ baseline": (False, True),
+    "reinforce++ baseline, by group": (False, True),
     "reinforce++": (True, True),
     "gpg": (False, True),
 }
@@ -398,6 +446,8 @@ def test_what_a_group_of_one_gets_and_whom_it_moves(name):
         assert out[3][:3].tolist() == close([1.6 / math.sqrt(11.9 / 9)] * 3, abs=1e-4)
     elif name == "reinforce++ baseline":  # its 0 among 0.5 x 4 tokens, -0.5 x 1 and 0 x 5: mean 0.15
         assert out[3].item() == richer[3].item() == close(-0.15 / math.sqrt(1.025 / 9), abs=1e-4)
+    elif name == "reinforce++ baseline, by group":  # the same with 1, -1 and 0, for the group's deviation is 0.5
+        assert out[3].item() == richer[3].item() == close(-0.3 / math.sqrt(4.1 / 9), abs=1e-3)
     else:
         assert out[3].abs().max().item() == close(0.0, abs=1e-6)
         assert richer[3].abs().max().item() == close(0.0, abs=1e-6)
@@ -415,7 +465,8 @@ def test_single_groups_and_empty_rows(name):
     out = ESTIMATORS[name](replace(x, mask=mask))
 
     assert out.isfinite().all()
-    if name not in ("reinforce++", "reinforce++ baseline", "otb, return"):  # the first two subtract the batch's mean
+    # those of REINFORCE++ subtract the batch's mean
+    if not name.startswith("reinforce++") and name != "otb, return":
         assert out[8].abs().sum().item() == close(0.0, abs=1e-6)
     if out.dim() == 2:
         assert out[0].abs().sum().item() == 0.0

@@ -228,6 +228,18 @@ def test_questions_and_answers_of_a_folder_become_prompts(tmp_path: Path) -> Non
         tasks.load_splits(recipe_of(data, question_column="problem", answer_pattern="= (.+)"))
 
 
+def test_a_question_may_be_a_chat_and_have_no_answer(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    rows = Dataset.from_list([{"turns": chat}] * 8)
+    rows.to_parquet(tmp_path / "data" / "train.parquet")
+    recipe = recipe_of(tmp_path / "data", question_column="turns", answer_column=None, system_prompt="Be brief.")
+    train, _ = tasks.load_splits(recipe)
+    assert train[0]["prompt"] == [{"role": "system", "content": "Be brief."}, *chat] and train[0]["question"] == "c"
+    assert "answer" not in train.column_names
+    with pytest.raises(ValueError, match=r"answer_column must be a column of .*, but got 'answer'"):
+        tasks.load_splits(recipe_of(tmp_path / "data", question_column="turns"))
+
+
 def test_the_last_number_decides() -> None:
     replies = ["3 then 1,042.", "it is 7", "-2.50", "none"]
     assert tasks.final_number(replies, ["1042", "8", "-2.5", "0"]) == [1.0, 0.0, 1.0, 0.0]

@@ -84,6 +84,15 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert (train["ground_truth"], held_out["ground_truth"]) == (["3"], ["0", "1", "2"])
 
 
+def test_all_held_out_rows_are_taken_where_no_number_is_given(tmp_path: Path) -> None:
+    files = {name: [parquet(tmp_path / f"{name}.parquet", 70)] for name in ("train_files", "val_files")}
+    assert len(load_splits(recipe(**files, eval_size=None))[1]) == 70
+    with pytest.raises(ValueError, match="eval_size must be a number where there are neither val_files nor"):
+        load_splits(recipe(train_files=files["train_files"], eval_size=None))
+    with pytest.raises(ValueError, match="eval_size must be a number with reasoning-gym/chain_sum"):
+        load_splits(recipe(dataset_name="reasoning-gym/chain_sum", train_size=9, eval_size=None))
+
+
 def test_a_json_file_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(verl_row(i)) + "\n" for i in range(5)))
     train, _ = load_splits(recipe(train_files=[str(tmp_path / "a.jsonl")]))

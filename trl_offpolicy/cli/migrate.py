@@ -109,20 +109,26 @@ def _method(migration: Migration) -> tuple[Preset, Mapping[str, str], list[str]]
                 warnings.simplefilter("always")
                 preset = FRAMEWORKS[migration.framework](**options)
             return preset, refused, [str(one.message) for one in said]
-        except NotImplementedError as error:
-            name = next((name for name in options if str(error).startswith(name)), None)
-            if name is None:
-                raise ValueError(str(error)) from None
-            refused[name] = str(error)
-            del options[name]
         except UnknownOptionError:
             raise
-        except ValueError as error:
-            name = next((name for name in OPEN if name in options and str(error).startswith(f"{name} ")), None)
+        except (NotImplementedError, ValueError) as error:
+            name = _to_leave(error, options)
             if name is None:
                 raise ValueError(_named(str(error), migration)) from None
             refused[name] = str(error)
             del options[name]
+
+
+def _to_leave(error: Exception, options: Mapping[str, Any]) -> str | None:
+    """The option that has no counterpart here and is left; None if the error is the file's own."""
+    message = str(error)
+    if isinstance(error, NotImplementedError):
+        given = next((name for name in options if message.startswith(name)), None)
+    else:
+        given = next((name for name in OPEN if name in options and message.startswith(f"{name} ")), None)
+    if given is None and "use_kl_loss" in options and message.startswith("loss_agg_mode "):
+        return "use_kl_loss"  # the default of loss_agg_mode does not go with a KL term in this loss
+    return given
 
 
 def _named(message: str, migration: Migration) -> str:

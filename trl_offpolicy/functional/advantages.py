@@ -24,7 +24,10 @@ ScaleRewards = Literal["group", "batch", "none"]
 Alone = Literal["zero", "return"]
 STD_EPSILON = 1e-4
 """TRL adds this to a standard deviation before it divides by it."""
+OTHERS_EPSILON = 1e-6
+"""NeMo-RL adds this to the standard deviation of the other responses."""
 _VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
+_EQUAL = 1e-9  # share of a group's sum of squares below which the others count as equal: float64 leaves 1e-16
 
 
 @torch.no_grad()
@@ -103,6 +106,49 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor
     centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
     count = group_members(group_ids, counted & ~rewards.isnan(), across_ranks=True).sum(-1)
     return centred * count / (count - 1).clamp(min=1)
+
+
+@torch.no_grad()
+def scaled_by_the_others(
+    rewards: Tensor, group_ids: Tensor, counted: Tensor, *, epsilon: float = OTHERS_EPSILON
+) -> Tensor:
+    """RLOO over the spread of the *other* responses, which is NeMo-RL's default.
+
+        A_i = (r_i - m_i) / (s_i + epsilon)
+
+    where m_i and s_i (n - 2) are mean and standard deviation of the group's other counted responses. Where the others
+    are equal, or there is one alone, the advantage is r_i - m_i. Biased towards prompts of small spread, as GRPO; and a
+    response that differs from equal others is not divided at all.
+
+    Args:
+        rewards: (B,) float.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+        epsilon: added to the standard deviation.
+
+    Returns:
+        (B,) float32.
+
+    Reference: NeMo-RL 7ea279abf, ``calculate_baseline_and_std_per_prompt``.
+
+    Example:
+        >>> scaled_by_the_others(torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0, 0, 0]), torch.ones(3).bool())
+        tensor([-0.3536, -1.1785,  4.9497])
+    """
+    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
+    here = counted & ~rewards.isnan()
+    values = torch.where(here, rewards.float(), 0.0).double()
+    member = group_members(group_ids, here, across_ranks=True)
+    mean, std = _mean_and_std(gather_rows(values), member)
+    count = member.sum(-1)
+    centred = torch.where(here & (count > 1), values - mean, 0.0)
+    # Without response i the sum of squares about the mean is smaller by n / (n - 1) of its own square.
+    squares = (count - 1) * std.square()
+    of_others = squares - centred.square() * count / (count - 1).clamp(min=1)
+    others_differ = (count > 2) & (of_others > _EQUAL * squares)
+    std_of_others = (of_others.clamp(min=0.0) / (count - 2).clamp(min=1)).sqrt()
+    advantages = centred * count / (count - 1).clamp(min=1)
+    return torch.where(others_differ, advantages / (std_of_others + epsilon), advantages).float()
 
 
 @torch.no_grad()

@@ -178,6 +178,10 @@ def clip(source: Source, low: str, high: str, dual: str | None = None) -> Iterab
     keys = source.given(low, high, *([dual] if dual else []))
     if not keys or (below is None and above is None):  # 0.2 is the default everywhere
         return
+    if 0 in (below, above):
+        needed = {"epsilon": "epsilon: the lower bound of PPO's clip, above 0 (epsilon_high: the upper one)"}
+        yield Left(keys, "a bound of 0 is refused here: set epsilon", to_set=needed)
+        return
     fields: dict[str, Any] = {"epsilon": number(shown(low), below if below is not None else above)}
     if above is not None and number(shown(high), above) != fields["epsilon"]:
         fields["epsilon_high"] = above

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_positive
 from trl_offpolicy.functional.advantages import (
+    OTHERS_EPSILON,
     STD_EPSILON,
     Alone,
     ScaleRewards,
@@ -43,6 +44,7 @@ from trl_offpolicy.functional.advantages import (
     returns_to_go,
     reward_if_alone,
     scaled_by_rewarded,
+    scaled_by_the_others,
     score_energy,
     weighted_baseline,
     whitened_by_token,
@@ -260,6 +262,9 @@ class RLOO(AdvantageEstimator):
     """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages.leave_one_out`.
 
     Args:
+        scale: "none"; or "others", over the standard deviation of the other responses, as NeMo-RL does by default
+            (biased: :func:`~trl_offpolicy.functional.advantages.scaled_by_the_others`).
+        epsilon: added to that standard deviation.
         normalize: then (A - mean) / (std + 1e-4) over the responses of the batch that were compared, as TRL's
             ``normalize_advantages`` does. This scales all of them by one number, up to a small mean.
         alone: what a group of one gets, "zero" or its reward ("return", verl; not with ``normalize``).
@@ -273,12 +278,18 @@ class RLOO(AdvantageEstimator):
     type_name: ClassVar[str] = "rloo"
     formula: ClassVar[str] = "r - mean of the others"
     bias: ClassVar[str] = "none"
+    scale: Literal["none", "others"] = "none"
+    epsilon: float = OTHERS_EPSILON
     normalize: bool = False
     alone: Alone = "zero"
 
     def __post_init__(self) -> None:
         check_bool(normalize=self.normalize)
         check_choice("alone", self.alone, get_args(Alone))
+        check_choice("scale", self.scale, ("none", "others"))
+        check_positive(epsilon=self.epsilon)
+        if self.normalize and self.scale != "none":
+            raise ValueError(f"scale must be 'none' with normalize, but got {self.scale!r}.")
         if self.normalize and self.alone != "zero":
             raise ValueError(f"alone must be 'zero' with normalize, but got {self.alone!r}.")
 
@@ -288,7 +299,10 @@ class RLOO(AdvantageEstimator):
         return "generation_batch" if self.normalize else "group"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32: r - mean of the other responses of the group."""
+        """(B,) float32: r - mean of the other responses of the group, or that over their standard deviation."""
+        if self.scale == "others":
+            scaled = scaled_by_the_others(inputs.total, inputs.group_ids, inputs.present, epsilon=self.epsilon)
+            return _with_alone(self.alone, scaled, inputs)
         advantages = leave_one_out(inputs.total, inputs.group_ids, inputs.present)
         if not self.normalize:
             return _with_alone(self.alone, advantages, inputs)
@@ -349,6 +363,8 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     :func:`~trl_offpolicy.functional.advantages.whitened_by_token`.
 
     Args:
+        scale: "group" divides by the group's standard deviation first (AReaL's examples), "none" does not.
+        epsilon: added to that standard deviation.
         alone: what a group of one has before it is normalised, "zero" or its reward ("return", verl).
     """
 
@@ -357,15 +373,21 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     bias: ClassVar[str] = "little: one scale for all"
     requires: ClassVar[tuple[str, ...]] = ("mask",)
     scope: ClassVar[Scope] = "generation_batch"
+    scale: Literal["group", "none"] = "none"
+    epsilon: float = STD_EPSILON
     alone: Alone = "zero"
 
     def __post_init__(self) -> None:
+        check_choice("scale", self.scale, ("group", "none"))
+        check_positive(epsilon=self.epsilon)
         check_choice("alone", self.alone, get_args(Alone))
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32: r - mean of the group, normalised over the tokens of the batch."""
         mask = inputs.need("mask", "REINFORCEPlusPlusBaseline")
-        centred = group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
+        centred = group_advantages(
+            inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
+        )
         centred = _with_alone(self.alone, centred, inputs)
         return whitened_by_token(centred, torch.where(inputs.present, mask.sum(-1), 0))
 

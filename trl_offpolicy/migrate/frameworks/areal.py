@@ -131,10 +131,19 @@ def _advantages(source: Source) -> Iterable[Found]:
     reward, advantage = levels("reward_norm"), levels("adv_norm")
     leave_one_out = bool(source.get("actor.reward_norm.mean_leave1out", False))
     epsilon = source.get("actor.reward_norm.eps", 1e-5)
+    # without values, GAE is the return discounted by both
+    discount = number("actor.discount", source.get("actor.discount", 1.0))
+    discount *= number("actor.gae_lambda", source.get("actor.gae_lambda", 1.0))
     estimators: dict[tuple[Any, Any, bool], Any] = {
         (("group", "group"), (None, None), False): {"type": "grpo", "epsilon": epsilon},
         (("group", None), (None, None), False): "dr_grpo",
         (("group", None), (None, None), True): "rloo",
+        (("group", "group"), ("batch", "batch"), False): {
+            "type": "reinforce_plus_plus_baseline",
+            "scale": "group",
+            "epsilon": epsilon,
+        },
+        ((None, None), ("batch", "batch"), False): {"type": "reinforce_plus_plus", "discount": discount},
         (("group", None), ("batch", "batch"), False): "reinforce_plus_plus_baseline",
         (("group", "batch"), ("batch", "batch"), False): "reinforce_plus_plus_baseline",  # whitened either way
     }
@@ -142,6 +151,8 @@ def _advantages(source: Source) -> Iterable[Found]:
     if found is None:
         yield shared.no_estimator(keys, f"reward_norm {reward} then adv_norm {advantage} (mean, deviation)")
     else:
+        by_return = reward == (None, None)
+        keys += source.given("actor.discount", "actor.gae_lambda") if by_return else ()
         yield Carried(keys, {"offpolicy.advantages": found})
 
 

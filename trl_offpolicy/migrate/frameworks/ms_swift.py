@@ -59,7 +59,6 @@ _SAME = [
     "log_completions",
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
-    "fsdp",
     "bf16",
     "fp16",
     "dataloader_num_workers",
@@ -155,17 +154,16 @@ def _sizes(source: Source) -> Iterable[Found]:
         yield Left((), "1 there, and 8 in TRL: set it", pattern=key, to_set=needed)
 
 
-def _deepspeed(source: Source) -> Iterable[Found]:
-    """A file of the user's is carried; ms-swift's own are named by a word."""
-    key = "deepspeed"
-    if not source.has(key):
-        return
-    given = source.settings.values[key]
-    if isinstance(given, str) and given.startswith("zero") and "." not in given:
-        stage = given.partition("_")[0]
-        yield Left((key,), f"a file of ms-swift's; accelerate's is recipes/accelerate/{stage}.yaml, for --config_file")
-    else:
-        yield Carried((key,), {key: given})
+def _sharding(source: Source) -> Iterable[Found]:
+    """A file of the user's is carried; ms-swift's own are named by a word, as ``zero3`` and ``fsdp2``."""
+    for key in source.given("deepspeed", "fsdp"):
+        given = source.settings.values[key]
+        if isinstance(given, str) and given.startswith(("zero", "fsdp")) and "." not in given:
+            name = given.partition("_")[0]
+            file = f"recipes/accelerate/{name}.yaml"
+            yield Left((key,), f"a file of ms-swift's; accelerate's is {file}, for --config_file")
+        else:
+            yield Carried((key,), {key: given})
 
 
 def _tuner_of(source: Source) -> str:
@@ -295,7 +293,7 @@ FRAMEWORK = Framework(
         "save_strategy": Row("save_strategy", strategy),
         **{name: Row(name, plain) for name in _SAME},
     },
-    steps=(_loss, _advantages, _kl, _sizes, _tuner, _megatron, _optimizer, _deepspeed, _mappings),
+    steps=(_loss, _advantages, _kl, _sizes, _tuner, _megatron, _optimizer, _sharding, _mappings),
     defaults=DEFAULTS,
     left={
         "rlhf_type": "grpo is what is trained here",

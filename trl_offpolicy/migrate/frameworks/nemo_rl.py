@@ -158,7 +158,7 @@ def _advantages(source: Source) -> Iterable[Found]:
         "grpo.adv_estimator.use_leave_one_out_baseline",
     )
     keys = source.given(*names)
-    if not keys:
+    if not any(key.startswith("grpo.") for key in source.settings.values):
         return
     kind = source.get(names[2], "grpo")
     by_std = source.get(names[4], source.get(names[0], True))
@@ -170,12 +170,13 @@ def _advantages(source: Source) -> Iterable[Found]:
         found = "gdpo"
     elif kind == "grpo":
         plain = {"type": "grpo", "epsilon": 1e-6} if by_std else "dr_grpo"
-        found = None if by_std and leave_one_out else ("rloo" if leave_one_out else plain)
+        scaled = {"type": "rloo", "scale": "others", "epsilon": 1e-6} if by_std else "rloo"
+        found = scaled if leave_one_out else plain
     if found is None:
         how = f"{kind!r} with normalize_rewards={by_std} and use_leave_one_out_baseline={leave_one_out}"
         yield shared.no_estimator(keys, how)
     else:
-        yield Carried(keys, {"offpolicy.advantages": found})
+        yield Carried(keys, {"offpolicy.advantages": found}, "" if keys else "the default of grpo.adv_estimator")
 
 
 def _adapter(source: Source) -> Iterable[Found]:

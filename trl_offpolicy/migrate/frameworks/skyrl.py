@@ -142,6 +142,9 @@ def _loss(source: Source) -> Iterable[Found]:
     if name is None:
         return
     kind = text(f"{ALGORITHM}.policy_loss_type", name)
+    if kind == "rollout_is" and source.get(f"{CORRECTION}.tis_ratio_type") is None:
+        yield from _rollout_is(source, keys)
+        return
     if kind not in _READS:
         yield shared.no_loss(keys, kind)
         return
@@ -157,6 +160,21 @@ def _loss(source: Source) -> Iterable[Found]:
         if kind == "dual_clip":
             fields["delta"] = _get(source, "clip_ratio_c")
         yield Carried(used, fields, "TRL's delta is the dual clip" if kind == "dual_clip" else "")
+
+
+def _rollout_is(source: Source, keys: tuple[str, ...]) -> Iterable[Found]:
+    """A detached weight pi / mu of log pi, 0 outside the clip's bounds (GLM-5's loss)."""
+    bounds = _bounds(source)
+    low, high = 1 - bounds["low"], 1 + bounds["high"]
+    weight = {"type": "band", "low": low if low > 0 else None, "high": high, "ratio": "current/sampling"}
+    fields = {
+        "offpolicy.objective.policy_loss": {"type": "gpg"},
+        "offpolicy.objective.mode": "bypass",
+        "offpolicy.correction.weight": weight,
+    }
+    used = tuple(key for key in keys if key.startswith((f"{ALGORITHM}.eps_clip", f"{ALGORITHM}.policy_loss_type")))
+    yield from ([Left(unused, "the loss 'rollout_is' does not read it")] if (unused := _without(keys, used)) else [])
+    yield Carried(used, fields, "pi / mu in these bounds weighs log pi, and 0 outside")
 
 
 def _without(keys: tuple[str, ...], used: tuple[str, ...]) -> tuple[str, ...]:

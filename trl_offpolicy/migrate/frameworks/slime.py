@@ -87,6 +87,15 @@ def _correction(source: Source) -> Iterable[Found]:
         yield Left(("custom_tis_function_path",), missing if function.endswith(_OWN_FUNCTION) else own)
 
 
+def _asynchronous(source: Source) -> Iterable[Found]:
+    """``train_async.py`` samples one generation ahead; a rollout function of the user's may sample further."""
+    if source.settings.entry.endswith("train_async.py"):
+        yield Left((), shared.ASYNC, pattern="train_async.py", default=False)
+    function = "rollout_function_path"
+    if "fully_async" in str(source.settings.values.get(function, "")):
+        yield Left((function,), shared.ASYNC)
+
+
 def _opsm(source: Source) -> Iterable[Found]:
     if source.has("use_opsm", "opsm_delta"):
         yield Left(
@@ -259,7 +268,19 @@ FRAMEWORK = Framework(
         "sglang_mem_fraction_static": Row("vllm_gpu_memory_utilization", number, why="SGLang there, vLLM here"),
         "rollout_num_gpus_per_engine": Row("vllm_tensor_parallel_size", whole),
     },
-    steps=(_correction, _opsm, _reduction, _kl, _clip, _advantages, _batch, _counted, _optimizer, _engine),
+    steps=(
+        _asynchronous,
+        _correction,
+        _opsm,
+        _reduction,
+        _kl,
+        _clip,
+        _advantages,
+        _batch,
+        _counted,
+        _optimizer,
+        _engine,
+    ),
     defaults=DEFAULTS,
     left={
         "custom_config_path": "the file was not read, see below",
