@@ -13,7 +13,7 @@ import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_offpolicy.migrate.page import NEEDED, TO_SET
-from trl_offpolicy.migrate.shared import ADVANTAGES_TO_SET, LOSS_TO_SET, SIZE_FIELDS
+from trl_offpolicy.migrate.shared import FIELDS_TO_SET
 from trl_offpolicy.run_folder.layout import RECIPE_FILE
 
 SMALL: dict[str, Any] = {
@@ -151,8 +151,7 @@ def refuse_to_set(argv: Sequence[str], *, started_with: Sequence[str] | None = N
     replaced = {"dataset_name"} if "train_files" in {*config, *given} else set()
     left = [name for name, value in config.items() if TO_SET in (value if isinstance(value, list) else [value])]
     if left := [name for name in left if name not in given | replaced]:
-        known = {**NEEDED, **SIZE_FIELDS, **LOSS_TO_SET, **ADVANTAGES_TO_SET}
-        meant = "; ".join(known.get(name, name) for name in left)
+        meant = "; ".join({**NEEDED, **FIELDS_TO_SET}.get(name, name) for name in left)
         written = argv if started_with is None else started_with
         path = written[given_config(written)[0]]
         raise SystemExit(f"{', '.join(left)} must be set in {path}, but is still {TO_SET} there. Write {meant}.")

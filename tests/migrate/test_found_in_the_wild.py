@@ -223,7 +223,74 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "model_init_kwargs": {"a": {"b": 1}}, "system_prompt": "Think.",
          "save_strategy": "no"}, "",
     ),
+    # what a review of these changes found: other backends' defaults, and values that cannot be known
+    "ms-swift Megatron RLOO": (
+        "a.sh", MEGATRON_SWIFT + "--advantage_estimator rloo --beta 0.1",
+        {"offpolicy.objective.kl.place": None, "offpolicy.advantages": TO_SET}, "'rloo' with scale_rewards='group'",
+    ),
+    "ms-swift Megatron REINFORCE++": (
+        "a.sh", MEGATRON_SWIFT + "--advantage_estimator reinforce_plus_plus --beta 0",
+        {"offpolicy.advantages": None, "scale_rewards": "group"}, "",
+    ),
+    "ms-swift, an unknown beta": (
+        "a.sh", SWIFT + "--kl_in_reward true --beta $B", {"offpolicy.objective.kl.place": None},
+        "the place of the KL term or beta is not known",
+    ),
+    "ms-swift, nodes": (
+        "a.sh", "NNODES=4 NPROC_PER_NODE=8 " + MEGATRON_SWIFT + "--num_generations 8",
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}, "NPROC_PER_NODE x NNODES",
+    ),
+    "ms-swift, several servers": (
+        "a.sh", SWIFT + "--vllm_mode server --vllm_server_host a b", {"vllm_server_host": None},
+        "--vllm_server_host: several servers there",
+    ),
+    "ms-swift, offloaded": ("a.sh", SWIFT + "--deepspeed zero3_offload", {}, "recipes/accelerate/zero3_offload.yaml"),
+    "AReaL M2PO, coupled": (
+        "a.yaml", "gconfig: {n_samples: 4}\nactor: {path: a, use_decoupled_loss: false, m2_threshold: 0.04}\n",
+        {"offpolicy.correction.keep": None}, "it drops nothing",
+    ),
+    "AReaL discounted groups": (
+        "a.yaml", "gconfig: {n_samples: 4}\nactor:\n  path: a\n  discount: 0.9\n"
+        "  reward_norm: {mean_level: group, std_level: group}\n", {"offpolicy.advantages": TO_SET}, "discounted by 0.9",
+    ),
+    "AReaL, an unknown discount": (
+        "a.yaml", "gconfig: {n_samples: 4}\nactor:\n  path: a\n  discount: '${oc.env:G}'\n"
+        "  reward_norm: {mean_level: group, std_level: group}\n", {"offpolicy.advantages": TO_SET}, "unknown actor",
+    ),
+    "NeMo-RL, an unknown switch": (
+        "a.yaml", "grpo: {adv_estimator: {name: grpo, normalize_rewards: '${oc.env:L}'}}\n"
+        "policy: {model_name: a, generation: {max_new_tokens: 9}}\n", {"offpolicy.advantages": TO_SET}, "is not known",
+    ),
+    "NeMo-RL, unknown checkpoints": (
+        "a.yaml", "policy: {model_name: a, dtensor_cfg: {enabled: true}}\n"
+        "checkpointing: {enabled: '${oc.env:C}', save_period: 10}\n", {"save_steps": 10}, "",
+    ),
+    "OpenRLHF, an unknown label": (
+        "a.sh", OPENRLHF + "--data.prompt_dataset a/b --data.label_key $L", {"answer_column": TO_SET}, "",
+    ),
+    "SkyRL, an unknown bound": (
+        "a.sh", SKYRL + "trainer.algorithm.policy_loss_type=rollout_is trainer.algorithm.eps_clip_low=$X",
+        {CLIP: TO_SET}, "is null or not known",
+    ),
+    "slime, an unknown bound": (
+        "a.sh", SLIME + "--advantage-estimator cispo --eps-clip $E", {CLIP: TO_SET}, "--eps-clip is not known",
+    ),
+    "verl held-out rows, no limit": (
+        "a.sh", VERL + "data.train_files=a.parquet data.val_files=b.parquet data.val_max_samples=0",
+        {"eval_size": None}, "",
+    ),
+    "verl fully async, an unknown part": (
+        "a.sh", FULLY_ASYNC.replace("require_batches=4", "require_batches=$R"), {"num_generations": 16},
+        "give async_training.require_batches=... as overrides",
+    ),
 }  # fmt: skip
+
+
+def test_a_section_given_alone_takes_overrides_by_its_whole_path(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("actor: {ppo_mini_batch_size: 32, clip_ratio: 0.3, optim: {lr: 1e-5}}\n")
+    printed, lists = migrated(path, ["actor_rollout_ref.actor.use_kl_loss=true"])
+    assert yaml.safe_load(printed)["learning_rate"] == 1e-5 and not any("unknown to this kit" in line for line in lists)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -243,6 +310,21 @@ def test_a_script_that_starts_another_is_read_with_it(tmp_path: Path) -> None:
     (tmp_path / "run_gsm8k.sh").unlink()
     _, lists = carried(tmp_path, "run_gspo.sh", outer)
     assert "it starts run_gsm8k.sh, which was not found: what that sets is missing here" in lists
+
+
+def test_a_started_script_knows_what_was_exported(tmp_path: Path) -> None:
+    inner = "N=${N:-4}\nM=${M:-2}\n" + SKYRL + 'generator.n_samples_per_prompt=$N trainer.epochs=$M "$@"\n'
+    (tmp_path / "inner.sh").write_text(inner)
+    fields, _ = carried(tmp_path, "a.sh", "export N=6\nM=3\nbash inner.sh trainer.policy_mini_batch_size=8\n")
+    assert (fields["num_generations"], fields["num_train_epochs"]) == (6, 2)  # M is the outer script's own
+    fields, _ = carried(tmp_path, "a.sh", "M=3 bash inner.sh trainer.policy_mini_batch_size=8\n")
+    assert (fields["num_generations"], fields["num_train_epochs"]) == (4, 3)
+
+
+def test_scripts_that_start_each_other_end(tmp_path: Path) -> None:
+    (tmp_path / "b.sh").write_text("bash a.sh trainer.epochs=2\n")
+    _, lists = carried(tmp_path, "a.sh", "bash b.sh trainer.algorithm.use_kl_loss=false\n")
+    assert "it starts a.sh, which is being read already" in lists
 
 
 def test_further_trainings_of_a_script_are_told(tmp_path: Path) -> None:

@@ -285,6 +285,7 @@ rollout_importance_sampling_mode: token_truncate
 off_policy_sequence_mask_delta: 0.1
 use_vllm: true
 per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
 temperature: 1.0
 """
 TRL_YAML = """

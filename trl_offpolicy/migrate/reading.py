@@ -18,7 +18,7 @@ from trl_offpolicy.migrate.nested import (
     read_yaml,
     resolve,
 )
-from trl_offpolicy.migrate.shell import MACHINE, machine, read_script
+from trl_offpolicy.migrate.shell import MACHINE, Script, machine, read_script
 
 _CONFIG_FLAGS = ("config", "config_path", "config_file", "custom_config_path")
 """Flags of launch scripts that name a file with further settings."""
@@ -190,7 +190,13 @@ def _merged(base: Flat, over: Flat) -> Flat:
     return {name: value for name, value in base.items() if name not in covered} | over
 
 
-def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None, chosen: Mapping[str, str]) -> _Raw:
+def _read_launcher(
+    text: str,
+    path: Path,
+    environment: Mapping[str, str] | None,
+    chosen: Mapping[str, str],
+    seen: tuple[Path, ...] = (),
+) -> _Raw:
     """The flags and overrides of a launch script, over the file that it names with --config."""
     script = read_script(text, environment)
     flat, spelled, overrides, rest = _arguments(script.words, program=bool(script.entry or script.script))
@@ -205,9 +211,10 @@ def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None,
         notes.append(f"if, case, && or || may set these otherwise: {names}; the value outside of them is taken")
     if script.others:
         notes.append(f"the script holds {script.others + 1} trainings: the one with the most options is read")
-    if script.processes and script.entry.startswith(("swift", "megatron")):
-        flat.setdefault("nproc_per_node", read_value(script.processes))
-    inner = _started(script.script, path, environment, chosen)
+    if script.processes is not None and script.entry.startswith(("swift", "megatron")):
+        flat.setdefault("nproc_per_node", script.processes)
+        spelled.setdefault("nproc_per_node", "NPROC_PER_NODE x NNODES")
+    inner = _started(script, (*seen, path), environment, chosen)
     base, entry, notes = inner.flat, inner.entry or script.entry, [*inner.notes, *notes]
     spelled = {**inner.spelled, **spelled}
     if isinstance(flat.get("config_name"), str):  # hydra's --config-path FOLDER --config-name NAME
@@ -229,14 +236,27 @@ def _read_launcher(text: str, path: Path, environment: Mapping[str, str] | None,
     return _Raw(merged, spelled, entry, tuple(notes))
 
 
-def _started(name: str, path: Path, environment: Mapping[str, str] | None, chosen: Mapping[str, str]) -> _Raw:
-    """The settings of another script that a launch script starts with further ones; none if it starts no script."""
+def _started(
+    script: Script, seen: tuple[Path, ...], environment: Mapping[str, str] | None, chosen: Mapping[str, str]
+) -> _Raw:
+    """The settings of another script that a launch script starts with further ones; none if it starts no script.
+
+    Args:
+        script: the one that starts it.
+        seen: files that are being read, the starting one last.
+        environment: variables that are set before the first one begins; None = those of :func:`machine`.
+        chosen: groups that were chosen by an override.
+    """
+    name = script.script
     if not name:
         return _Raw({})
-    found = None if isinstance(name, Unresolved) else _found(name, path)
-    if found is None or found.resolve() == path.resolve():
+    found = None if isinstance(name, Unresolved) else _found(name, seen[-1])
+    if found is None:
         return _Raw({}, notes=(f"it starts {name}, which was not found: what that sets is missing here",))
-    return _read_launcher(read_file(found), found, environment, chosen)
+    if found.resolve() in {one.resolve() for one in seen}:
+        return _Raw({}, notes=(f"it starts {name}, which is being read already",))
+    known = {**(machine() if environment is None else environment), **script.exported}
+    return _read_launcher(read_file(found), found, known, chosen, seen)
 
 
 def _found(name: str, script: Path) -> Path | None:

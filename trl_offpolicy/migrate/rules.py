@@ -99,6 +99,10 @@ class Source:
         """Those of the settings that the file has."""
         return tuple(key for key in keys if key in self.settings.values)
 
+    def unknown(self, *keys: str) -> tuple[str, ...]:
+        """Those of the settings that the file has with a value that cannot be known here."""
+        return tuple(key for key in keys if key in self.settings.unknown)
+
     def has(self, *keys: str) -> bool:
         """True if the file has one of the settings."""
         return bool(self.given(*keys))
@@ -118,8 +122,8 @@ class Framework:
         left: patterns of settings that are not carried, with the reason.
         defaults: the framework's defaults that the functions read.
         renamed: older names of settings, which are read as the newer ones.
-        prefixes: sections that users give alone, with their place in the whole configuration. A file that has that
-            place as well means another section by the short name.
+        prefixes: sections that users give alone, with their place in the whole configuration.
+        beside: settings under such a short name that are another section's in a file that has the whole place as well.
         empty: sections that act even if they are empty.
     """
 
@@ -133,6 +137,7 @@ class Framework:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
 
     def recognises(self, settings: Settings) -> bool:
@@ -228,12 +233,7 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
     """
     spelled = dict(settings.spelled)
     keys = (*settings.values, *settings.unknown)
-    prefixes = {
-        short: section
-        for short, section in framework.prefixes.items()
-        if not any(key.startswith(f"{section}.") for key in keys)
-    }
-    newer_of = {key: _newer(framework, key, prefixes) for key in (*keys, *settings.machine)}
+    newer_of = {key: _newer(framework, key, keys) for key in (*keys, *settings.machine)}
 
     def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -256,11 +256,13 @@ def _newer_names(framework: Framework, settings: Settings) -> Settings:
     return Settings(known, unknown, spelled, settings.entry, settings.notes, settings.toml, machine)
 
 
-def _newer(framework: Framework, key: str, prefixes: Mapping[str, str]) -> str:
+def _newer(framework: Framework, key: str, keys: Iterable[str]) -> str:
     if key in framework.renamed:
         return framework.renamed[key]
-    for short, section in prefixes.items():
+    for short, section in framework.prefixes.items():
         if key.startswith(f"{short}."):
+            if key in framework.beside and any(other.startswith(f"{section}.") for other in keys):
+                return key
             return f"{section}{key[len(short) :]}"
     return key
 
@@ -402,8 +404,8 @@ def one_of(*allowed: str) -> Convert:
 
 
 def strategy(key: str, value: Any) -> str:
-    """``save_strategy`` and its like; YAML reads a bare ``no`` as false."""
-    return "no" if value is False else text(key, value)
+    """``save_strategy`` and its like; YAML reads a bare ``no`` as false, and null is "no" as well."""
+    return "no" if value is False or value is None else text(key, value)
 
 
 def top_k(key: str, value: Any) -> int:

@@ -40,6 +40,17 @@ ADVANTAGES_TO_SET = {
     "this line out; without it they are TRL's"
 }
 """The same for advantages: :func:`no_estimator`."""
+FIELDS_TO_SET = {
+    **SIZE_FIELDS,
+    **LOSS_TO_SET,
+    **ADVANTAGES_TO_SET,
+    "max_completion_length": "max_completion_length: tokens of a response",
+    "lora_target_modules": "lora_target_modules: as the model in transformers names them, or all-linear",
+    "epsilon": "epsilon: the lower bound of PPO's clip, above 0 (epsilon_high: the upper one)",
+    "question_column": "question_column: the column of the question, or of the messages of a chat",
+    "answer_column": "answer_column: the column of the answer, or null",
+}
+"""Every field that may be ``TO_SET``, with what to write."""
 MEGATRON_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q": ("q_proj",),
@@ -113,7 +124,7 @@ def batch(sizes: Batch) -> Iterable[Found]:
     elif micro != sizes.micro:
         why += f"; {sizes.micro} responses a forward pass do not divide a step, {micro} do"
     if sizes.generations < 2:
-        needed = {name: SIZE_FIELDS[name] for name in SIZE_FIELDS if name != "steps_per_generation"}
+        needed = to_set(*(name for name in SIZE_FIELDS if name != "steps_per_generation"))
         yield Left(sizes.keys, f"{why}; GRPO needs at least 2 responses of a prompt", to_set=needed)
         return
     yield Carried(sizes.keys, fields, why)
@@ -143,8 +154,7 @@ def responses_of_a_prompt(source: Source, key: str) -> Iterable[Found]:
     shown = source.settings.shown(key)
     if value == 1:
         why = "1 response of a prompt, and GRPO needs at least 2: set num_generations"
-        needed = {"num_generations": SIZE_FIELDS["num_generations"]}
-        yield Left(source.given(key), why, pattern=shown, to_set=needed)
+        yield Left(source.given(key), why, pattern=shown, to_set=to_set("num_generations"))
     else:
         why = "" if source.has(key) else f"the default of {shown}"
         yield Carried(source.given(key), {"num_generations": value}, why)
@@ -179,8 +189,7 @@ def clip(source: Source, low: str, high: str, dual: str | None = None) -> Iterab
     if not keys or (below is None and above is None):  # 0.2 is the default everywhere
         return
     if 0 in (below, above):
-        needed = {"epsilon": "epsilon: the lower bound of PPO's clip, above 0 (epsilon_high: the upper one)"}
-        yield Left(keys, "a bound of 0 is refused here: set epsilon", to_set=needed)
+        yield Left(keys, "a bound of 0 is refused here: set epsilon", to_set=to_set("epsilon"))
         return
     fields: dict[str, Any] = {"epsilon": number(shown(low), below if below is not None else above)}
     if above is not None and number(shown(high), above) != fields["epsilon"]:
@@ -244,16 +253,21 @@ def betas(source: Source, key: str) -> Iterable[Found]:
     yield Carried(source.given(key), {"adam_beta1": first, "adam_beta2": second}, why)
 
 
+def to_set(*fields: str) -> dict[str, str]:
+    """Fields of ours that the user must write, each with what to write."""
+    return {name: FIELDS_TO_SET[name] for name in fields}
+
+
 def no_loss(keys: tuple[str, ...], kind: str, *, pattern: str = "") -> Found:
     """A loss without a counterpart: the user must say which one to take."""
     why = f"the loss {kind!r} has no counterpart in this table; set offpolicy.objective.policy_loss"
     return Left(keys, why, pattern, LOSS_TO_SET)
 
 
-def no_estimator(keys: tuple[str, ...], how: str, *, pattern: str = "") -> Found:
+def no_estimator(keys: tuple[str, ...], how: str, *, pattern: str = "", default: bool = True) -> Found:
     """Advantages without a counterpart: the user must say which ones to take."""
     why = f"the estimator {how} has no counterpart here; set offpolicy.advantages (docs/objectives.md)"
-    return Left(keys, why, pattern, ADVANTAGES_TO_SET)
+    return Left(keys, why, pattern, ADVANTAGES_TO_SET, default)
 
 
 def mapping_fields(source: Source, fields: Iterable[str]) -> Iterable[Found]:
@@ -321,8 +335,7 @@ def lora(
     yield Carried(tuple(key for key in keys if key != targets or not strange), fields, "; ".join(filter(None, said)))
     if strange:
         why = f"Megatron's names of modules ({', '.join(strange)}); set lora_target_modules"
-        meant = {"lora_target_modules": "lora_target_modules: as the model in transformers names them, or all-linear"}
-        yield Left(source.given(targets), why, pattern=shown(targets), to_set=meant)
+        yield Left(source.given(targets), why, pattern=shown(targets), to_set=to_set("lora_target_modules"))
 
 
 def _modules_here(modules: Any) -> tuple[Any, list[str]]:
@@ -341,10 +354,12 @@ class Steps:
     Args:
         number: optimizer steps of a generation, as the printed YAML has them.
         why: what else to say of a converted number.
+        unit: what the framework counts by.
     """
 
     number: int
     why: str = ""
+    unit: str = "a generation"
 
 
 def steps_per_generation(sizes: Iterable[Found], epochs: Any = 1) -> Steps:
@@ -389,7 +404,7 @@ def last_step(source: Source, key: str, steps: Steps) -> Iterable[Found]:
 
 def times(steps: Steps) -> str:
     """How a number of steps was converted, in words."""
-    counted = f"times {steps.number} optimizer steps a generation" if steps.number > 1 else ""
+    counted = f"times {steps.number} optimizer steps {steps.unit}" if steps.number > 1 else ""
     return "; ".join(part for part in (counted, steps.why) if part)
 
 
@@ -403,8 +418,7 @@ def no_length(source: Source, key: str) -> Iterable[Found]:
     """Says that TRL ends responses where the framework, without that setting, lets them fill the context."""
     if key not in source.settings.values and key not in source.settings.unknown:
         why = "responses may fill the context there, and end at TRL's 512 tokens here: set max_completion_length"
-        needed = {"max_completion_length": "max_completion_length: tokens of a response"}
-        yield Left((), why, pattern=source.settings.shown(key), to_set=needed)
+        yield Left((), why, pattern=source.settings.shown(key), to_set=to_set("max_completion_length"))
 
 
 def left(source: Source, reasons: Mapping[str, str]) -> Iterable[Found]:

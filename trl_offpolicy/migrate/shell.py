@@ -47,7 +47,8 @@ class Script:
         branches: variables that a branch would set to another value than the one that was taken.
         script: another script that is started with the arguments (``bash run.sh a.b=c``); empty if none.
         others: further commands of the script that look like a training.
-        processes: the variable ``NPROC_PER_NODE``, by which ms-swift and torchrun count the devices; empty if unset.
+        processes: ``NPROC_PER_NODE`` times ``NNODES``, by which ms-swift counts the devices; None if unset.
+        exported: variables that a script which is started from this one knows.
     """
 
     entry: str
@@ -55,7 +56,8 @@ class Script:
     branches: tuple[str, ...] = ()
     script: str = ""
     others: int = 0
-    processes: str = ""
+    processes: int | None = None
+    exported: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,6 +86,7 @@ class _State:
         branch: what that branch has set.
         depth: how many ``if``, ``case``, ``for``, ``{`` are open.
         other: names that a branch would set to another value.
+        exported: names that the commands of the script know.
     """
 
     variables: dict[str, list[str]] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class _State:
     branch: dict[str, list[str]] = field(default_factory=dict)
     depth: int = 0
     other: dict[str, None] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
 
     def enter(self, by: int) -> None:
         """Open or close a branch."""
@@ -121,11 +125,23 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
     most, words = max(counted, key=lambda pair: pair[0], default=(0, []))
     if most == 0:
         raise ValueError("file must start a training with options (--a b or a.b=c), but no command in it has any.")
-    others = sum(number * 2 > most for number, _ in counted) - 1
-    processes = "".join(state.variables.get("NPROC_PER_NODE", [])[:1])
+    alike = [found for number, found in counted if number * 2 > most and found is not words]
+    known = {name: values[0] for name, values in state.variables.items() if len(values) == 1}
+    script = _split_entry(words, tuple(state.other))
     if len(words) > 1 and words[0] in _SHELLS and words[1].endswith((".sh", ".bash")):
-        return Script("", tuple(words[2:]), tuple(state.other), words[1], others, processes)
-    return replace(_split_entry(words, tuple(state.other)), others=others, processes=processes)
+        script = replace(script, entry="", words=tuple(words[2:]), script=words[1])
+    return replace(
+        script,
+        others=sum(bool(_split_entry(found, ()).entry) for found in alike),
+        processes=_processes(known),
+        exported={name: known[name] for name in sorted(state.exported) if name in known},
+    )
+
+
+def _processes(variables: Mapping[str, str]) -> int | None:
+    """Devices of all nodes, where both numbers are known."""
+    given = (variables.get("NPROC_PER_NODE", ""), variables.get("NNODES", "1"))
+    return int(given[0]) * int(given[1]) if all(one.isdecimal() for one in given) else None
 
 
 def _is_option(word: str) -> bool:
@@ -156,8 +172,10 @@ def _split_entry(words: list[str], branches: tuple[str, ...]) -> Script:
 def _run(command: _Command, state: _State) -> list[str]:
     """Carries out the assignments of a command; the words of a command that is none."""
     raw = list(command.words)
+    exports = False
     while raw and not raw[0].quoted and _is_frame(raw[0].text, state):
         word = raw.pop(0).text
+        exports = exports or word in ("export", "-x")
         state.enter((word in _OPENS) - (word in _CLOSES))
         if word in _CONDITIONS:
             return []
@@ -173,7 +191,10 @@ def _run(command: _Command, state: _State) -> list[str]:
         assigned += 1
         _assign(match, state)
     state.enter(-int(command.chained))
-    if assigned == len(raw):
+    if exports or assigned < len(raw):  # `export A=1 B`, and `A=1 command`, whose A counts from then on here
+        names = raw if exports else raw[:assigned]
+        state.exported |= {one.text.partition("=")[0].removesuffix("+") for one in names}
+    if assigned == len(raw) or exports:
         return []
     return [text for word in raw[assigned:] for text in _expanded(word.text, state)]
 

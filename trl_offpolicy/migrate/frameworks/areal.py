@@ -55,7 +55,11 @@ def _correction(source: Source) -> Iterable[Found]:
     budget = "actor.m2_threshold"
     if source.has(budget) and source.settings.values[budget] is not None:
         term = {"type": "second_moment_budget", "budget": number(budget, source.settings.values[budget])}
-        yield Carried((budget,), {"offpolicy.correction.keep": [term]}, "M2PO's mask: the log-ratio of pi_old to mu")
+        if source.settings.values.get(key) is True:
+            why = "M2PO's mask: the log-ratio of pi_old to mu"
+            yield Carried((budget,), {"offpolicy.correction.keep": [term]}, why)
+        else:  # both log-probs are then the same there
+            yield Left((budget,), f"without {key} it drops nothing")
     yield from shared.left(source, {budget: "null: no M2PO"} if source.get(budget) is None else {})
     yield from _older(source)
 
@@ -131,9 +135,9 @@ def _advantages(source: Source) -> Iterable[Found]:
     reward, advantage = levels("reward_norm"), levels("adv_norm")
     leave_one_out = bool(source.get("actor.reward_norm.mean_leave1out", False))
     epsilon = source.get("actor.reward_norm.eps", 1e-5)
-    # without values, GAE is the return discounted by both
-    discount = number("actor.discount", source.get("actor.discount", 1.0))
-    discount *= number("actor.gae_lambda", source.get("actor.gae_lambda", 1.0))
+    discounts = ("actor.discount", "actor.gae_lambda")
+    factors = [1.0 if source.get(key) is None else number(key, source.get(key)) for key in discounts]
+    discount = factors[0] * factors[1]  # without values, GAE is the return discounted by both
     estimators: dict[tuple[Any, Any, bool], Any] = {
         (("group", "group"), (None, None), False): {"type": "grpo", "epsilon": epsilon},
         (("group", None), (None, None), False): "dr_grpo",
@@ -147,12 +151,18 @@ def _advantages(source: Source) -> Iterable[Found]:
         (("group", None), ("batch", "batch"), False): "reinforce_plus_plus_baseline",
         (("group", "batch"), ("batch", "batch"), False): "reinforce_plus_plus_baseline",  # whitened either way
     }
+    by_return = reward == (None, None)
     found = estimators.get((reward, advantage, leave_one_out))
+    if unknown := source.unknown(*discounts):
+        yield shared.no_estimator((), f"with an unknown {unknown[0]}", pattern="actor.adv_norm", default=False)
+        return
+    if discount != 1 and not by_return:
+        yield shared.no_estimator((*keys, *source.given(*discounts)), f"of returns discounted by {discount:g}")
+        return
     if found is None:
         yield shared.no_estimator(keys, f"reward_norm {reward} then adv_norm {advantage} (mean, deviation)")
     else:
-        by_return = reward == (None, None)
-        keys += source.given("actor.discount", "actor.gae_lambda") if by_return else ()
+        keys += source.given(*discounts) if by_return else ()
         yield Carried(keys, {"offpolicy.advantages": found})
 
 

@@ -45,8 +45,6 @@ _SAME = [
     "vllm_gpu_memory_utilization",
     "vllm_tensor_parallel_size",
     "vllm_server_base_url",
-    "vllm_server_host",
-    "vllm_server_port",
     "vllm_server_timeout",
     "save_steps",
     "save_total_limit",
@@ -72,6 +70,8 @@ _SAME = [
     "use_liger_kernel",
 ]
 """Arguments that TRL has under the same name with the same meaning."""
+ACCELERATE = ("zero2", "zero3", "zero3_offload", "fsdp1", "fsdp2")
+"""Files of recipes/accelerate that ms-swift has under the same name."""
 DEFAULTS: dict[str, Any] = {
     "loss_type": "grpo",
     "lora_rank": 8,
@@ -102,56 +102,67 @@ def _loss(source: Source) -> Iterable[Found]:
 
 
 def _advantages(source: Source) -> Iterable[Found]:
-    kind, scale = source.get("advantage_estimator", "grpo"), source.get("scale_rewards")
-    if source.has("advantage_estimator"):
-        if kind == "grpo":
-            yield Carried(("advantage_estimator",), {}, "TRL's own advantages")
-        elif kind == "rloo":
-            yield Carried(("advantage_estimator",), {"offpolicy.advantages": "rloo"})
-        elif kind == "reinforce_plus_plus" and scale in (None, "batch", True):
-            fields = {"offpolicy.advantages": "reinforce_plus_plus_baseline"}
-            why = "ms-swift divides by the deviation over the batch's responses, this kit over their tokens"
-            yield Carried(source.given("advantage_estimator", "scale_rewards"), fields, why)
-            return
-        else:
-            yield shared.no_estimator(("advantage_estimator",), repr(kind))
-    if scale is None:
+    """The estimator and what its advantages are divided by, whose default depends on both estimator and backend."""
+    names = ("advantage_estimator", "scale_rewards")
+    if unknown := source.unknown(*names):
+        why = f"{_shown(source, unknown[0])} is not known, and the advantages depend on it; set offpolicy.advantages"
+        yield Left(source.given(*names), why, "" if source.has(*names) else unknown[0], shared.ADVANTAGES_TO_SET)
         return
+    keys, kind, scale = source.given(*names), source.get(names[0]) or "grpo", source.get(names[1])
+    if scale is None and kind != "grpo":
+        scale = "group" if _is_megatron(source) else {"rloo": "none", "reinforce_plus_plus": "batch"}.get(kind)
     if scale == "gdpo":
-        yield Carried(("scale_rewards",), {"offpolicy.advantages": "gdpo"})
+        yield Carried(keys, {"offpolicy.advantages": "gdpo"})
     elif kind == "grpo":
-        yield Carried(("scale_rewards",), {"scale_rewards": scale})
+        yield from (Carried((key,), {}, "TRL's own advantages") for key in source.given(names[0]))
+        yield from (Carried((key,), {"scale_rewards": scale}) for key in source.given(names[1]))
+    elif (kind, scale) == ("rloo", "none"):
+        yield Carried(keys, {"offpolicy.advantages": "rloo"})
+    elif (kind, scale) == ("reinforce_plus_plus", "batch"):
+        why = "ms-swift divides by the deviation over the batch's responses, this kit over their tokens"
+        yield Carried(keys, {"offpolicy.advantages": "reinforce_plus_plus_baseline"}, why)
+    elif (kind, scale) == ("reinforce_plus_plus", "group"):
+        yield Carried(keys, {"scale_rewards": "group"}, "the group's mean and deviation: TRL's own advantages")
     else:
-        yield Left(("scale_rewards",), f"advantage_estimator={kind} does not read it here")
+        yield shared.no_estimator(keys, f"{kind!r} with scale_rewards={scale!r}")
 
 
 def _kl(source: Source) -> Iterable[Found]:
-    """The KL is in the reward where the file says so, and by default with every estimator but grpo."""
-    key, kind = "kl_in_reward", source.get("advantage_estimator", "grpo")
+    """The KL is in the reward where the file says so, and without Megatron by default with every estimator but grpo."""
+    key, kind = "kl_in_reward", source.get("advantage_estimator") or "grpo"
+    if source.unknown(key, "beta", *(() if source.has(key) else ("advantage_estimator",))):
+        why = "the place of the KL term or beta is not known: set beta, or offpolicy.objective.kl with place: reward"
+        yield Left(source.given(key), why, "" if source.has(key) else "the KL term", default=False)
+        return
     given = source.get(key)
-    if not (kind != "grpo" if given is None else switch("--kl_in_reward", given)):
+    in_reward = kind != "grpo" and not _is_megatron(source) if given is None else switch(_shown(source, key), given)
+    if not in_reward:
         yield from shared.left(source, {key: "off: beta is in the loss"})
         return
-    coef = number("--beta", 0.04 if source.get("beta") is None else source.get("beta"))
+    coef = number(_shown(source, "beta"), 0.04 if source.get("beta") is None else source.get("beta"))
     if coef == 0:
         yield from shared.left(source, {key: "beta is 0: no KL term"})
         return
-    why = (
-        "in the reward, as there" if source.has(key) else f"in the reward: the default with advantage_estimator={kind}"
-    )
+    why = "in the reward, as there" if given is not None else f"in the reward, the default of the estimator {kind}"
     yield shared.reward_kl(source.given(key, "beta"), coef, "k1", why, max_value=None)
     yield Carried((), {"option.beta": 0.0}, "the KL is in the reward")
 
 
+def _shown(source: Source, key: str) -> str:
+    return source.settings.shown(key)
+
+
 def _sizes(source: Source) -> Iterable[Found]:
-    """Without a size ms-swift takes 1 a device, TRL 8; 1 holds a whole group only together with other sizes."""
-    key = "per_device_train_batch_size"
-    if not source.has(key, "generation_batch_size", "global_batch_size", "micro_batch_size"):
-        needed = {
-            key: f"{shared.SIZE_FIELDS[key]}, 1 in ms-swift; times devices and steps_per_generation it must be a "
-            "multiple of num_generations"
-        }
-        yield Left((), "1 there, and 8 in TRL: set it", pattern=key, to_set=needed)
+    """Without sizes ms-swift takes 1 a device and accumulates 16 responses a step; TRL takes 8 and accumulates none."""
+    if _is_megatron(source):
+        return
+    theirs = {
+        "per_device_train_batch_size": "1 there, and 8 in TRL: set it",
+        "gradient_accumulation_steps": "as many as make 16 responses a step there, and 1 in TRL: set it",
+    }
+    for key, why in theirs.items():
+        if source.get(key) is None and not source.unknown(key):
+            yield Left(source.given(key), why, pattern=key, to_set=shared.to_set(key))
 
 
 def _sharding(source: Source) -> Iterable[Found]:
@@ -159,9 +170,8 @@ def _sharding(source: Source) -> Iterable[Found]:
     for key in source.given("deepspeed", "fsdp"):
         given = source.settings.values[key]
         if isinstance(given, str) and given.startswith(("zero", "fsdp")) and "." not in given:
-            name = given.partition("_")[0]
-            file = f"recipes/accelerate/{name}.yaml"
-            yield Left((key,), f"a file of ms-swift's; accelerate's is {file}, for --config_file")
+            ours = f"recipes/accelerate/{given}.yaml" if given in ACCELERATE else "one of recipes/accelerate"
+            yield Left((key,), f"a file of ms-swift's; accelerate's is {ours}, for --config_file")
         else:
             yield Carried((key,), {key: given})
 
@@ -197,10 +207,15 @@ def _tuner(source: Source) -> Iterable[Found]:
 def _megatron_schedule(source: Source) -> Iterable[Found]:
     """Megatron's schedule: a cosine down to ``min_lr``, which is no ratio."""
     names = ("lr_decay_style", "min_lr", "lr_warmup_iters", "lr_warmup_fraction")
+    keys = source.given(*names)
+    if unknown := source.unknown(*names):
+        why = f"{_shown(source, unknown[0])} is not known: set lr_scheduler_type, lr_scheduler_kwargs and warmup_steps"
+        yield Left(keys, why, pattern="the schedule", default=False)
+        return
     style = text(names[0], source.get(names[0]) or "cosine")
     if style not in ("constant", "linear", "cosine"):
         why = f"the schedule {style!r} has no counterpart here; set lr_scheduler_type and warmup_steps"
-        yield Left(source.given(*names), why)
+        yield Left(keys, why)
         return
     least, rate = source.get(names[1]) or 0, source.get("lr", source.get("learning_rate"))
     warmup = source.get(names[2]) or source.get(names[3]) or 0
@@ -208,11 +223,14 @@ def _megatron_schedule(source: Source) -> Iterable[Found]:
     if style == "constant" or (style == "cosine" and least == rate):
         fields["lr_scheduler_type"] = "constant_with_warmup" if warmup else "constant"
     elif style == "cosine" and least:
-        own = {"min_lr": number("--min_lr", least)}
+        own = {"min_lr": number(_shown(source, names[1]), least)}
         fields |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": own}
+    elif style == "linear" and least:
+        yield from shared.left(source, {names[1]: "the linear schedule ends at 0 here"})
+        keys = tuple(key for key in keys if key != names[1])
     if warmup:
-        fields["warmup_steps"] = number(names[2], warmup)
-    yield Carried(source.given(*names), fields, "" if source.has(*names) else "the default of lr_decay_style")
+        fields["warmup_steps"] = number(_shown(source, names[2]), warmup)
+    yield Carried(keys, fields, "" if source.has(*names) else "the default of lr_decay_style")
 
 
 def _optimizer(source: Source) -> Iterable[Found]:
@@ -240,8 +258,10 @@ def _megatron(source: Source) -> Iterable[Found]:
     if not source.has("global_batch_size"):
         return
     step, generations = shared.given_or(source, names[1]), shared.given_or(source, names[3], 8)
-    steps, devices = shared.given_or(source, names[2], 1), source.get("train.gpus", source.get("nproc_per_node"))
-    keys = source.given(*names)
+    steps = shared.given_or(source, names[2], 1)
+    where = "train.gpus" if source.has("train.gpus") else "nproc_per_node"
+    devices = source.get(where)
+    keys = source.given(*names, where)
     if None in (step, generations, steps) or devices is None or step * steps % generations:
         missing = "the number of devices is not in the file" if devices is None else "the sizes do not divide"
         why = f"{missing}; set per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
@@ -250,9 +270,14 @@ def _megatron(source: Source) -> Iterable[Found]:
     micro = source.get(names[0])
     yield from shared.batch(
         shared.Batch(
-            keys, step * steps // generations, generations, step, micro, whole("train.gpus", devices), "train.gpus"
+            keys, step * steps // generations, generations, step, micro, whole(where, devices), _shown(source, where)
         )
     )
+
+
+def _one_server(key: str, value: Any) -> Any:
+    """A host or a port; ms-swift takes lists of them as well."""
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def _mappings(source: Source) -> Iterable[Found]:
@@ -291,6 +316,8 @@ FRAMEWORK = Framework(
         "train_iters": Row("max_steps", whole),
         "train.output_dir": Row("output_dir", text),
         "save_strategy": Row("save_strategy", strategy),
+        "vllm_server_host": Row("vllm_server_host", _one_server, null="several servers there, one here: set it"),
+        "vllm_server_port": Row("vllm_server_port", _one_server, null="several servers there, one here: set it"),
         **{name: Row(name, plain) for name in _SAME},
     },
     steps=(_loss, _advantages, _kl, _sizes, _tuner, _megatron, _optimizer, _sharding, _mappings),

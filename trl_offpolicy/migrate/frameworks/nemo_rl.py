@@ -88,12 +88,12 @@ def _per_step(source: Source) -> shared.Steps:
 
 def _counted(source: Source) -> Iterable[Found]:
     on, every = "checkpointing.enabled", "checkpointing.save_period"
-    if not switch(on, source.get(on, True)):
+    if source.has(on) and not source.settings.values[on]:
         yield Carried((on,), {"save_strategy": "no"})
         yield from shared.left(source, {every: f"{on} is off"})
     else:
         yield from shared.saving(source, every, _per_step(source))
-        yield from shared.left(source, {on: "true: save_steps is that"})
+        yield from shared.left(source, {on: f"{every} decides"})
     yield from shared.last_step(source, "grpo.max_num_steps", _per_step(source))
 
 
@@ -160,6 +160,10 @@ def _advantages(source: Source) -> Iterable[Found]:
     keys = source.given(*names)
     if not any(key.startswith("grpo.") for key in source.settings.values):
         return
+    if unknown := source.unknown(*names):
+        why = f"{unknown[0]} is not known, and the advantages depend on it; set offpolicy.advantages, or give it"
+        yield Left(keys, why, "" if keys else unknown[0], shared.ADVANTAGES_TO_SET, default=False)
+        return
     kind = source.get(names[2], "grpo")
     by_std = source.get(names[4], source.get(names[0], True))
     leave_one_out = source.get(names[5], source.get(names[1], True))
@@ -183,7 +187,9 @@ def _adapter(source: Source) -> Iterable[Found]:
     section = "policy.megatron_cfg.peft" if _is_megatron(source) else "policy.dtensor_cfg.lora_cfg"
     names = (f"{section}.dim", f"{section}.alpha", f"{section}.target_modules", f"{section}.dropout")
     yield from shared.lora(source, *names, on=f"{section}.enabled", every_linear=True)
-    chosen = {"match_all_linear": "all-linear is that", "exclude_modules": "null: none is left out"}
+    chosen = {"match_all_linear": "all-linear is that", "exclude_modules": "none is left out"}
+    if source.get(f"{section}.match_all_linear") is False:
+        chosen["match_all_linear"] = "off: target_modules decide, and without them all linear layers"
     if source.get(f"{section}.exclude_modules"):
         chosen["exclude_modules"] = "leave them out of lora_target_modules: there is no field for it here"
     yield from shared.left(source, {f"{section}.{name}": why for name, why in chosen.items()})

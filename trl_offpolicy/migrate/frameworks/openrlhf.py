@@ -202,9 +202,15 @@ def _data(source: Source) -> Iterable[Found]:
         yield Left((key,), shared.DATA)
         return
     names = (key, "data.input_key", "data.label_key")
-    fields = {"dataset_name": name, "question_column": source.get(names[1], "input")}
-    fields["answer_column"] = source.get(names[2])
-    yield Carried(source.given(*names), fields, "" if fields["answer_column"] else "without labels: no answers")
+    columns = {"question_column": names[1], "answer_column": names[2]}
+    fields: dict[str, Any] = {"dataset_name": name}
+    for field, column in columns.items():
+        if not source.unknown(column):
+            fields[field] = source.get(column, "input" if column == names[1] else None)
+    without = "answer_column" in fields and fields["answer_column"] is None
+    yield Carried(source.given(*names), fields, "without labels: no answers" if without else "")
+    if unknown := [field for field, column in columns.items() if source.unknown(column)]:
+        yield Left((), "the column is not known", ", ".join(unknown), shared.to_set(*unknown), default=False)
 
 
 _OLD = {

@@ -142,6 +142,12 @@ def _loss(source: Source) -> Iterable[Found]:
     if name is None:
         return
     kind = text(f"{ALGORITHM}.policy_loss_type", name)
+    reads = _READS.get(kind, ("eps_clip",))
+    names = tuple(f"{ALGORITHM}.{name}" for name in _LOSS_KEYS if name.startswith(reads))
+    if unset := [name for name in names if source.get(name) is None]:
+        why = f"{', '.join(unset)} is null or not known, and the loss {kind!r} reads it"
+        yield Left(keys, f"{why}; set offpolicy.objective.policy_loss", to_set=shared.LOSS_TO_SET)
+        return
     if kind == "rollout_is" and source.get(f"{CORRECTION}.tis_ratio_type") is None:
         yield from _rollout_is(source, keys)
         return
@@ -262,6 +268,9 @@ def _advantages(source: Source) -> Iterable[Found]:
         yield Carried(source.given(names[0]), {"offpolicy.advantages": "rloo"})
     elif kind == "reinforce++":
         discount = f"{ALGORITHM}.gamma"
+        if source.unknown(discount):
+            yield shared.no_estimator(source.given(names[0]), f"{kind!r} with an unknown {discount}")
+            return
         returns = {"type": "reinforce_plus_plus", "discount": number(discount, source.get(discount, 1.0))}
         yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns})
     else:

@@ -140,7 +140,8 @@ def _clip(source: Source) -> Iterable[Found]:
 def _cispo(source: Source) -> dict[str, Any]:
     """The estimator's name is that of the loss too; its bounds are distances from 1, and below 0 there is none."""
     below = number("--eps-clip", source.get("eps_clip", 0.2))
-    above = number("--eps-clip-high", source.get("eps_clip_high") or below)
+    high = source.get("eps_clip_high")
+    above = below if high is None else number("--eps-clip-high", high)
     low = {"low": 1 - below} if below < 1 else {}
     return {"offpolicy.objective.policy_loss": {"type": "cispo", "high": 1 + above, **low}}
 
@@ -149,7 +150,13 @@ def _advantages(source: Source) -> Iterable[Found]:
     key, plain = "advantage_estimator", "disable_grpo_std_normalization"
     if not source.has(key, plain):
         return
+    if source.unknown(key):
+        return
     kind = text("--advantage-estimator", source.get(key, "grpo"))
+    if kind == "cispo" and (bounds := source.unknown("eps_clip", "eps_clip_high")):
+        why = f"--{bounds[0].replace('_', '-')} is not known: set offpolicy.objective.policy_loss"
+        yield Left(source.given(key), why, to_set=shared.LOSS_TO_SET)
+        return
     by_std = not switch("--disable-grpo-std-normalization", source.get(plain, False))
     keys = source.given(key, plain)
     if kind in ("grpo", "gspo", "cispo"):

@@ -24,7 +24,7 @@ def trainer_of(source: Source) -> str:
             return name
     if "async_training" in source.settings.sections():
         return "fully_async"
-    mode = source.get("trainer.v1.trainer_mode", "sync")
+    mode = source.get("trainer.v1.trainer_mode", "sync") if source.get("trainer.use_v1", True) else "sync"
     return mode if mode in ("separate_async", "colocate_async") else ""
 
 
@@ -64,9 +64,9 @@ def prompts_of(source: Source) -> int | None:
 
 def generations_of_a_version(source: Source) -> int:
     """Generations between two syncs: the fully asynchronous trainer counts its steps in these."""
-    key = "async_training.trigger_parameter_sync_step"
-    found = shared.given_or(source, key, 4) if trainer_of(source) == "fully_async" else 1
-    return found if isinstance(found, int) else 1
+    if trainer_of(source) != "fully_async":
+        return 1
+    return shared.given_or(source, "async_training.trigger_parameter_sync_step", 4) or 1
 
 
 def all_prompts(source: Source, per_step: shared.Steps) -> Iterable[Found]:
@@ -75,10 +75,12 @@ def all_prompts(source: Source, per_step: shared.Steps) -> Iterable[Found]:
         return
     given, prompts = source.settings.values[TOTAL_PROMPTS], prompts_of(source)
     if given is None or prompts is None:
-        yield Left((TOTAL_PROMPTS,), "prompts in all there; set max_steps")
+        why = "null: the number of epochs decides" if given is None else "prompts in all there; set max_steps"
+        yield Left((TOTAL_PROMPTS,), why)
         return
     steps = max(whole(TOTAL_PROMPTS, given) // prompts, 1) * per_step.number
-    yield Carried((TOTAL_PROMPTS,), {"max_steps": steps}, f"prompts in all there, {prompts} a generation")
+    why = f"prompts in all there, {prompts} a generation; verl ends sooner where its epochs do"
+    yield Carried((TOTAL_PROMPTS,), {"max_steps": steps}, why)
 
 
 def routing_replay(source: Source) -> Iterable[Found]:
@@ -88,5 +90,5 @@ def routing_replay(source: Source) -> Iterable[Found]:
             off = str(value).lower() in ("none", "disabled", "false")
             yield Left((key,), "off" if off else f"set routing_replay: {str(value).lower()} (docs/moe.md)")
         elif key.endswith(".enable_rollout_routing_replay"):
-            on = switch(source.settings.shown(key), value)
+            on = value is not None and switch(source.settings.shown(key), value)
             yield Left((key,), "set routing_replay: r3 (docs/moe.md)" if on else "off")

@@ -9,6 +9,7 @@ from typing import Any
 
 from trl_offpolicy.migrate import shared
 from trl_offpolicy.migrate.frameworks.verl.asynchronous import (
+    TOTAL_PROMPTS,
     all_prompts,
     asynchronous,
     generations_of_a_version,
@@ -95,6 +96,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer.n_gpus_per_node": 8,
     "data.train_files": None,
     "data.val_files": None,
+    "data.val_max_samples": -1,
+    f"{ACTOR}.optim.min_lr": 0.0,
     "data.prompt_key": "prompt",
     "data.reward_fn_key": "data_source",
     **{f"{section}.{name}": None for section in REWARD for name in ("path", "name")},
@@ -116,7 +119,9 @@ def _batch(source: Source) -> Iterable[Found]:
         yield from shared.responses_of_a_prompt(source, names[1])
         return
     if prompts is None or None in (generations, mini):
+        parts = "async_training.require_batches"
         missing = [f"{name}=..." for name in names[:3] if source.get(name) is None]
+        missing += [f"{parts}=..."] if prompts is None and source.get(names[0]) is not None else []
         why = f"not all batch sizes are known; give {' and '.join(missing)} as overrides"
         yield from shared.sizes_unknown(source, names, names[1], why)
         return
@@ -156,7 +161,8 @@ def _per_schedule_step(source: Source) -> shared.Steps:
 
 def _counted(source: Source) -> Iterable[Found]:
     per_step = _per_step(source)
-    per_version = replace(per_step, number=per_step.number * generations_of_a_version(source))
+    versions = generations_of_a_version(source)
+    per_version = replace(per_step, number=per_step.number * versions, unit="a sync" if versions > 1 else per_step.unit)
     yield from shared.saving(source, "trainer.save_freq", per_version)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
     yield from all_prompts(source, per_step)
@@ -311,9 +317,11 @@ def _data(source: Source) -> Iterable[Found]:
             fields: dict[str, Any] = {key.removeprefix("data."): files}
             keys: tuple[str, ...] = (key,)
             if key == "data.val_files":  # verl reads all rows, or so many
-                most = source.get("data.val_max_samples", -1)
-                fields["eval_size"] = None if most is None or most < 0 else whole("data.val_max_samples", most)
-                keys += source.given("data.val_max_samples")
+                most = "data.val_max_samples"
+                if not source.unknown(most):
+                    number_of_rows = whole(most, source.get(most) or 0)
+                    fields["eval_size"] = number_of_rows if number_of_rows > 0 else None
+                keys += source.given(most)
             yield Carried(keys, fields)
 
 
@@ -515,4 +523,5 @@ FRAMEWORK = Framework(
         "actor": ACTOR,
         "rollout": ROLLOUT,
     },
+    beside=("rollout.n", "rollout.nnodes", "rollout.n_gpus_per_node", TOTAL_PROMPTS),
 )
