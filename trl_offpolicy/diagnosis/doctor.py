@@ -318,6 +318,8 @@ def describe_attribution(found: Attribution, info: Mapping[str, Any] | None = No
 def headline(seen: Examination) -> str:
     """What was found and the likely cause, in a sentence or two; the verdict itself stands before it."""
     found = seen.diagnosis
+    if found.broken is not None:
+        return f"{found.no_number()}."
     text = listed([one.about.title for one in found.findings]) or found.line().split("  ", 1)[1]
     if seen.attribution is None:
         return text
@@ -345,6 +347,8 @@ def describe_cell(cell: Cell) -> str:
 
 
 def _headline(found: Diagnosis) -> str:
+    if found.broken is not None:
+        return found.no_number()
     if found.findings:
         return f"{len(found.findings)} finding{'s' if len(found.findings) > 1 else ''}"
     return found.line().split("  ", 1)[1]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, METRICS_FILE, RUN_FILE, STATE_FILE, STEP, TIME
+from trl_offpolicy.run_folder.log_forms import FORMS, not_finite, records
 from trl_offpolicy.run_folder.names import frameworks, remarks, translate
 
 STEP_KEYS = (STEP, "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
+_STEP_OF_ALL = "global_step/max_steps"
 END_OF_RUN_PREFIX = "train_"
 """Prefix of the keys in TRL's last row (``train_runtime``, ``train_loss``, ...): one number for the whole run."""
 
@@ -39,7 +41,10 @@ class MetricsLog:
         skipped_lines: lines that held no JSON object with an integer ``step``.
         repeated_rows: rows whose step was logged again later (by a resumed run); the later row counts.
         frameworks: the frameworks whose metric names were logged.
-        remarks: sentences on other frameworks' names that differ slightly from ours (:func:`~.names.remarks`).
+        remarks: sentences on the rows, and on other frameworks' names that differ slightly from ours
+            (:func:`~.names.remarks`).
+        broken: the gradient norm or loss that is NaN or infinite up to the last row, and since which step; None =
+            neither is.
     """
 
     rows: tuple[dict[str, float], ...]
@@ -47,6 +52,7 @@ class MetricsLog:
     repeated_rows: int = 0
     frameworks: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    broken: tuple[str, int] | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -94,13 +100,15 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     path = metrics_file(run_dir)
     rows: dict[int, dict[str, float]] = {}
     skipped: list[int] = []
-    repeated = 0
-    for number, record in _records(path):
+    repeated = dropped = 0
+    for number, record in records(path):
         step = None if record is None else _step(record)
         if record is None or step is None:
             skipped.append(number)
         elif row := _training_numbers(record):
-            repeated += _add_row(rows, step, {**_without_empty(row), STEP: step})
+            again = _add_row(rows, step, {**_without_empty(row), STEP: step})
+            repeated += again
+            dropped += _drop_later(rows, step) if again else 0
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
         warnings.warn(
@@ -108,14 +116,40 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
             stacklevel=2,
         )
     if not rows:
-        raise ValueError(f"{path} must hold at least one training row, but got 0.")
+        raise ValueError(f"{path} must hold at least one training row, but got 0. These forms are read: {FORMS}.")
     keys = {key for row in rows.values() for key in row}
     return MetricsLog(
         rows=tuple(translate(rows[step], loss) for step in sorted(rows)),
         skipped_lines=len(skipped),
         repeated_rows=repeated,
         frameworks=frameworks(keys),
-        remarks=remarks(keys, loss),
+        remarks=(*_of_earlier_run(dropped), *remarks(keys, loss)),
+        broken=_broken(rows),
+    )
+
+
+_MUST_BE_FINITE = (
+    *("grad_norm", "actor/grad_norm", "policy/grad_norm", "train/grad_norm"),
+    *("loss", "actor/pg_loss", "policy/final_loss", "train/loss"),
+)
+_LASTING = 3
+"""Steps for which one of these must stay NaN or infinite: mixed precision skips single steps by design."""
+
+
+def _broken(rows: Mapping[int, dict[str, float]]) -> tuple[str, int] | None:
+    """The gradient norm or loss that is NaN or infinite up to the last row, and since which step; None = neither."""
+    ordered = [rows[step] for step in sorted(rows)]
+    since = not_finite(ordered, _MUST_BE_FINITE)
+    lasting = {name: step for name, step in since.items() if sum(row[STEP] >= step for row in ordered) >= _LASTING}
+    return min(lasting.items(), key=lambda one: one[1], default=None)
+
+
+def _of_earlier_run(dropped: int) -> tuple[str, ...]:
+    if not dropped:
+        return ()
+    return (
+        f"A step was logged again, after a resume or by another run in the same file: {dropped} rows of the earlier "
+        "run, from that step on, are left out.",
     )
 
 
@@ -143,26 +177,6 @@ def metrics_file(run_dir: str | Path) -> Path:
     raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Numbered JSON objects of a JSON-lines file, or of the history in a ``trainer_state.json``; None for others."""
-    if path.suffix == ".json":
-        state = json.loads(path.read_text(encoding="utf-8"))
-        history = state.get("log_history") if isinstance(state, dict) else None
-        if not isinstance(history, list):
-            raise ValueError(f"{path} must hold a log_history, but got none.")
-        yield from enumerate((_object(entry) for entry in history), 1)
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = _object(json.loads(line))
-            except ValueError:
-                record = None
-            yield number, record
-
-
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     """Read ``run_dir/run.json``. Returns an empty dict if it is missing, and also warns if it is unreadable."""
     path = Path(run_dir) / RUN_FILE
@@ -179,16 +193,10 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     return {}
 
 
-def _object(record: Any) -> dict[str, Any] | None:
-    """The record as one flat object; verl nests the metrics under ``data``."""
-    if not isinstance(record, dict):
-        return None
-    nested = record.get("data")
-    return {**record, **nested} if isinstance(nested, dict) else record
-
-
 def _step(record: Mapping[str, Any]) -> int | None:
     value = next((record[key] for key in STEP_KEYS if key in record), None)
+    if value is None and isinstance(of_all := record.get(_STEP_OF_ALL), str):  # ms-swift: "3/547"
+        value = float(first) if (first := of_all.partition("/")[0]).isdecimal() else None
     return int(value) if _is_number(value) and float(value).is_integer() else None
 
 
@@ -209,6 +217,14 @@ def _without_empty(row: dict[str, float]) -> dict[str, float]:
     if row.get(_DROPPED) != 1.0:
         return row
     return {key: value for key, value in row.items() if not key.startswith(_KEPT)}
+
+
+def _drop_later(rows: dict[int, dict[str, float]], step: int) -> int:
+    """Leave out the rows after a step that was run again; how many there were."""
+    later = [other for other in rows if other > step]
+    for other in later:
+        del rows[other]
+    return len(later)
 
 
 def _add_row(rows: dict[int, dict[str, float]], step: int, row: dict[str, float]) -> bool:

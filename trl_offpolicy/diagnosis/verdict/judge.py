@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trl_offpolicy.diagnosis.causes import CAUSES, Cause
@@ -20,6 +20,7 @@ from trl_offpolicy.diagnosis.verdict.tree import (
     Symptom,
     Verdict,
 )
+from trl_offpolicy.run_folder.layout import STEP
 from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
 
@@ -77,6 +78,8 @@ class Diagnosis:
         readings: the numbers that were judged.
         unknown: what could not be judged because nothing was logged for it.
         cell: what bias and variance ask for together; None if total variation or chi-square was not logged.
+        broken: the gradient norm or loss that is no number since some step, and that step; everything else is then
+            judged by the steps before. None = neither is.
     """
 
     findings: tuple[Finding, ...]
@@ -84,16 +87,36 @@ class Diagnosis:
     readings: dict[str, float]
     unknown: tuple[str, ...] = ()
     cell: Cell | None = None
+    broken: tuple[str, int] | None = None
 
     @property
     def verdict(self) -> Verdict:
-        """The worst severity. If nothing was found: ``ok``, or ``not judged`` if agreement could not be judged."""
+        """The worst severity. If nothing was found: ``ok``, or ``not judged`` if agreement could not be judged.
+
+        A run whose gradient or loss is no number is ``critical``.
+        """
+        if self.broken is not None:
+            return "critical"
         if not self.findings and AGREEMENT in self.unknown:
             return NOT_JUDGED
         return max((one.severity for one in self.findings), key=SEVERITIES.index, default="ok")
 
+    def no_number(self) -> str:
+        """What is no number since when, and what to do; empty if everything is one."""
+        if self.broken is None:
+            return ""
+        name, step = self.broken
+        before = "all that follows is judged by the steps before" if self.steps else "no step before it was logged"
+        return (
+            f"{name} is NaN or infinite from step {step} to the last: the weights are probably lost since. Go back to "
+            "a checkpoint before it and look at its batch, the learning rate and the precision (float16 overflows); "
+            f"{before}"
+        )
+
     def line(self) -> str:
         """One line for a terminal: the first finding and how many more there are, or "ok" with the KL."""
+        if self.broken is not None:
+            return f"{self.verdict}  {self.no_number()}"
         if self.verdict == NOT_JUDGED:
             return f"{NOT_JUDGED}  {self._open()}"
         if not self.findings:
@@ -116,6 +139,7 @@ class Diagnosis:
         """Verdict, findings and readings as plain values, for JSON."""
         return {
             "verdict": self.verdict,
+            "broken": None if self.broken is None else {"metric": self.broken[0], "since": self.broken[1]},
             "steps": self.steps,
             "findings": [
                 {
@@ -148,6 +172,9 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
         The diagnosis, with one finding per branch taken. A branch whose metrics were not logged is not taken.
     """
     limits = thresholds or Thresholds()
+    if log.broken is not None:
+        before = tuple(row for row in log.rows if row[STEP] < log.broken[1])
+        return replace(diagnose(replace(log, rows=before, broken=None), limits, window=window), broken=log.broken)
     readings = read(log.rows, window, limits)
     findings = []
     for step in TREE:

@@ -1,0 +1,118 @@
+"""The forms of other frameworks' logs: the console, W&B's exports, lists of rows; what is no number, what is run again.
+
+The lines have the form of those that people pasted in the frameworks' issues (verl #106 and #1037, TRL #3452, ms-swift
+#5890, ProRL-Agent-Server #40, SkyRL #1864).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
+
+VERL = (
+    "\x1b[36m(TaskRunner pid=87031)\x1b[0m step:{step} - actor/entropy_loss:0.321 - actor/grad_norm:{norm} - "
+    "critic/score/mean:0.891 - training/global_step:{step}.000 - rollout_corr/k3_kl:0.0006\n"
+)
+TRL = "{{'loss': '{loss}', 'grad_norm': 0.08, 'reward': 1.7, 'completions/mean_length': 232.8, 'epoch': 0.31}}\n"
+SLIME = (
+    "[2026-06-10 10:11:12] model.py:660 - step {step}: {{'train/loss': 0.1, 'train/ppo_kl': -7.4e-12, "
+    "'train/grad_norm': nan, 'train/step': {step}}}\n"
+)
+BAR = "Training:  12%|###       | 3/25 [00:10<01:20,  3.6s/it]\n"
+
+
+def read(folder: Path, name: str, text: str) -> MetricsLog:
+    (folder / name).write_text(text)
+    return read_metrics(folder / name)
+
+
+def test_verls_console_is_read(tmp_path: Path) -> None:
+    text = "".join(BAR + VERL.format(step=step, norm="0.006") for step in (80, 81))
+    log = read(tmp_path, "verl.log", f"loading weights\n{text}")
+    assert log.steps == [80, 81] and log.frameworks == ("verl",) and log.skipped_lines == 0
+    assert log.rows[0]["actor/grad_norm"] == 0.006 and log.rows[0]["offpolicy/mismatch/kl_k3"] == 0.0006
+
+
+def test_what_trl_prints_is_counted(tmp_path: Path) -> None:
+    text = TRL.format(loss="0.5") + BAR + "{'eval_loss': 0.1}\n" + TRL.format(loss="-0.25")
+    log = read(tmp_path, "trl.log", text + "{'train_runtime': 12.5, 'epoch': 1.0}\n")
+    assert log.steps == [1, 2] and log.series("loss").values == [0.5, -0.25]
+
+
+def test_what_slime_prints_has_its_step(tmp_path: Path) -> None:
+    log = read(tmp_path, "slime.log", SLIME.format(step=1) + SLIME.format(step=28))
+    assert log.steps == [1, 28] and log.series("train/grad_norm").nonfinite == 2
+    assert log.series("train/loss").values == [0.1, 0.1]
+
+
+def test_a_list_of_rows_and_a_bare_history_are_read(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}]
+    assert read(tmp_path, "a.json", json.dumps(rows)).series("loss").values == [0.1, 0.2]
+    assert read(tmp_path, "b.json", json.dumps({"log_history": rows})).steps == [1, 2]
+
+
+def test_ms_swifts_step_of_all_steps_is_read(tmp_path: Path) -> None:
+    rows = [{"loss": 0.1, "global_step/max_steps": "1/547"}, {"loss": 0.2, "global_step/max_steps": "2/547"}]
+    assert read(tmp_path, "logging.jsonl", "".join(json.dumps(row) + "\n" for row in rows)).steps == [1, 2]
+
+
+def test_trls_names_in_wandb_are_trls(tmp_path: Path) -> None:
+    names = "_step,train/reward,train/grad_norm,train/sampling/sampling_logp_difference/mean\n"
+    log = read(tmp_path, "wandb.csv", names + "1,0.5,0.1,0.2\n2,,0.3,\n")
+    assert log.frameworks == ("TRL",) and log.steps == [1, 2] and log.series("reward").values == [0.5]
+    slime = read(tmp_path, "s.jsonl", '{"train/step": 1, "train/grad_norm": 0.1, "train/ppo_kl": 0.0}\n')
+    assert slime.frameworks == ("slime",)
+
+
+def test_a_panel_of_wandb_is_one_metric(tmp_path: Path) -> None:
+    text = '"Step","my - run - train/reward","my - run - train/reward__MIN"\n"5","0.25","0.1"\n'
+    assert read(tmp_path, "panel.csv", text).rows == ({"reward": 0.25, "step": 5},)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tb.csv", "Wall time,Step,Value\n1.5,5,0.1\n", "must name its metrics, but TensorBoard's CSV"),
+        ("a.json", "", r"a\.json must be JSON, but cannot be read"),
+        ("b.json", '{"a": 1}', "must hold a log_history or a list of rows"),
+        ("c.log", "nothing here\n", "These forms are read: JSON lines, trainer_state"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, name, text)
+
+
+def test_a_run_that_lost_its_numbers_is_critical_and_judged_before(tmp_path: Path) -> None:
+    text = "".join(VERL.format(step=step, norm="nan" if step > 40 else "0.1") for step in range(1, 61))
+    log = read(tmp_path, "verl.log", text)
+    assert log.broken == ("actor/grad_norm", 41)
+    found = examine(tmp_path / "verl.log").diagnosis
+    assert (found.verdict, found.steps, found.findings) == ("critical", (21, 40), ())
+    assert found.line().startswith("critical  actor/grad_norm is NaN or infinite from step 41 to the last")
+    assert found.as_dict()["broken"] == {"metric": "actor/grad_norm", "since": 41}
+
+
+def test_a_run_without_a_number_from_the_start_is_critical(tmp_path: Path) -> None:
+    read(tmp_path, "verl.log", "".join(VERL.format(step=step, norm="inf") for step in (1, 2, 3)))
+    found = examine(tmp_path / "verl.log").diagnosis
+    assert found.verdict == "critical" and "no step before it was logged" in found.no_number()
+
+
+@pytest.mark.parametrize("norms", [["nan", "0.1", "0.1"], ["0.1", "nan", "nan"]])
+def test_single_steps_without_a_number_are_mixed_precisions(tmp_path: Path, norms: list[str]) -> None:
+    text = "".join(VERL.format(step=step, norm=norm) for step, norm in enumerate(norms, 1))
+    assert read(tmp_path, "verl.log", text).broken is None
+
+
+def test_a_resumed_run_is_judged_by_what_counts(tmp_path: Path) -> None:
+    steps = [*range(1, 31), *range(21, 26)]
+    rows = [{"step": step, "loss": float(place)} for place, step in enumerate(steps)]
+    log = read(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert log.steps == list(range(1, 26)) and log.series("loss").values[-1] == 34.0
+    assert log.remarks[0].startswith("A step was logged again") and "9 rows of the earlier run" in log.remarks[0]

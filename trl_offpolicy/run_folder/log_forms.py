@@ -1,0 +1,173 @@
+"""The forms in which frameworks leave their metrics, each as a sequence of rows.
+
+JSON lines, ``trainer_state.json``, a JSON list of rows, a CSV table of W&B, and text from the console: verl's lines
+``step:3 - actor/loss:0.1 - ...``, and dictionaries that TRL and slime print. Colours, Ray's prefixes and progress bars
+between the lines are passed over.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FORMS = "JSON lines, trainer_state.json, a JSON list of rows, W&B's CSV, or the console's text of TRL, verl or slime"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_VERL = re.compile(r"\bstep:(\d+) - (.*)")
+_PAIR = re.compile(r"([^\s:]\S*?):(\S+)")
+_PRINTED = re.compile(r"\{'[^{}]*\}")
+_NOT_FINITE = re.compile(r"(?<![\w'\"/])(nan|-?inf)(?![\w'\"/])")
+_PANEL = re.compile(r".+ - (.+)")
+_WHOLE_RUN = ("eval_", "train_")
+"""Prefixes of printed dictionaries that are no training step."""
+_OF_TRL = ("train/reward", "train/completions/mean_length", "train/frac_reward_zero_std", "train/num_tokens")
+Record = tuple[int, dict[str, Any] | None]
+
+
+def records(path: Path) -> Iterator[Record]:
+    """(number of the line or entry, its row) of a log; None for a line that holds no row.
+
+    Raises:
+        ValueError: the file cannot be read in any of these forms.
+    """
+    if path.suffix == ".json":
+        found: Iterable[Record] = enumerate(map(_flat, _entries(path)), 1)
+    elif path.suffix == ".csv":
+        found = enumerate(_table(path), 1)
+    else:
+        found = _lines(path)
+    yield from _without_trainer_prefix(list(found))
+
+
+def _flat(entry: Any) -> dict[str, Any] | None:
+    """The entry as one flat object; verl nests the metrics under ``data``."""
+    if not isinstance(entry, dict):
+        return None
+    nested = entry.get("data")
+    return {**entry, **nested} if isinstance(nested, dict) else entry
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, but cannot be read: {error}.") from None
+    history = state.get("log_history") if isinstance(state, dict) else state
+    if not isinstance(history, list):
+        raise ValueError(f"{path} must hold a log_history or a list of rows, but got none.")
+    return history
+
+
+def _table(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a CSV: W&B's table, or a panel with columns ``run - metric``."""
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        names = reader.fieldnames or []
+        if {"Wall time", "Value"} <= set(names):
+            raise ValueError(f"{path} must name its metrics, but TensorBoard's CSV holds one without its name.")
+        for row in reader:
+            yield {_column(name): _number(cell) for name, cell in row.items() if name and cell and _column(name)}
+
+
+def _column(name: str) -> str:
+    """A metric's name without the run's; empty for the bounds beside it."""
+    if name.endswith(("__MIN", "__MAX")):
+        return ""
+    panel = _PANEL.fullmatch(name)
+    return panel[1] if panel else {"Step": "step"}.get(name, name)
+
+
+def _number(cell: str) -> float | str:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    printed = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            text = _COLOUR.sub("", line).strip()
+            if not text:
+                continue
+            row = _json_object(text) or _verl_line(text) or _printed(text)
+            if row is not None and _is_stepless(row) and "{'" in text:
+                printed += 1
+                row = {"step": printed, **row}
+            if row is not None or path.suffix == ".jsonl":
+                yield number, row
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        return _flat(json.loads(text))
+    except ValueError:
+        return None
+
+
+def _verl_line(text: str) -> dict[str, Any] | None:
+    """``step:3 - actor/loss:0.1 - ...``, wherever it begins in the line."""
+    found = _VERL.search(text)
+    if found is None:
+        return None
+    pairs = (_PAIR.fullmatch(part.strip()) for part in found[2].split(" - "))
+    numbers = {pair[1]: _number(pair[2].rstrip(",")) for pair in pairs if pair}
+    return {"step": int(found[1]), **{name: value for name, value in numbers.items() if isinstance(value, float)}}
+
+
+def _printed(text: str) -> dict[str, Any] | None:
+    """The last dictionary that a line prints, as ``{'loss': 0.1, ...}``."""
+    found = _PRINTED.findall(text)
+    if not found:
+        return None
+    finite = _NOT_FINITE.sub(lambda match: "-1e999" if match[0].startswith("-") else "1e999", found[-1])
+    try:
+        row = ast.literal_eval(finite)
+    except (ValueError, SyntaxError):
+        return None
+    return {name: _as_number(value) for name, value in row.items()} if isinstance(row, dict) else None
+
+
+def _as_number(value: Any) -> Any:
+    """Recent versions of transformers print numbers in quotes."""
+    return _number(value) if isinstance(value, str) else value
+
+
+def _is_stepless(row: Mapping[str, Any]) -> bool:
+    """True for a printed training step that does not say which one it is."""
+    if any(name == "step" or name.endswith(("/step", "global_step", "_step")) for name in row):
+        return False
+    return not all(name.startswith(_WHOLE_RUN) or name == "epoch" for name in row)
+
+
+def _without_trainer_prefix(found: list[Record]) -> Iterator[Record]:
+    """Rows under TRL's names, which the callbacks of transformers for W&B and TensorBoard write behind ``train/``."""
+    if not any(row is not None and name in row for _, row in found for name in _OF_TRL):
+        yield from found
+        return
+    for number, row in found:
+        yield number, None if row is None else {name.removeprefix("train/"): value for name, value in row.items()}
+
+
+def not_finite(rows: Iterable[Mapping[str, float]], names: Iterable[str]) -> dict[str, int]:
+    """Metrics that are NaN or infinite from some step on until the last row, with that step.
+
+    Example:
+        >>> rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": float("nan")}]
+        >>> not_finite(rows, ["loss"])
+        {'loss': 2}
+    """
+    since: dict[str, int] = {}
+    for row in rows:
+        for name in names:
+            if name in row and math.isfinite(row[name]):
+                since.pop(name, None)
+            elif name in row:
+                since.setdefault(name, int(row["step"]))
+    return since
