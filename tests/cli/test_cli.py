@@ -32,7 +32,7 @@ def test_report_writes_the_page_and_prints_table_and_path(run_dir: Path, capsys:
     assert cli.main(["report", str(run_dir)]) == 0
     out, err = capsys.readouterr()
     assert (run_dir / "report.html").is_file()
-    assert out.startswith("verdict: critical  engine mismatch") and "dtype: float16" in out
+    assert out.startswith("verdict: critical  engine mismatch") and "offpolicy: measure" in out
     assert out.index("verdict:") < out.index("Run summary") < out.index("mean of")
     assert "0.1250" in out and out.rstrip().endswith(str(run_dir / "report.html")) and err == ""
 

@@ -70,7 +70,12 @@ def report(parser: argparse.ArgumentParser) -> Runner:
 
 def doctor(parser: argparse.ArgumentParser) -> Runner:
     """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", help=f"run folder, {METRICS_FILE} or {STATE_FILE}")
+    parser.add_argument(
+        "run_dir",
+        metavar="RUN_DIR",
+        nargs="?",
+        help=f"run folder, or a log: {METRICS_FILE}, {STATE_FILE}, console text, CSV",
+    )
     parser.add_argument(
         "--window", metavar="N", type=int, default=20, help="judge the last N logged steps (%(default)s)"
     )

@@ -18,7 +18,7 @@ from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, attribute_run_r
 from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.turns import TURN_TITLES, TurnTable, turn_table
-from trl_offpolicy.diagnosis.verdict.advice import Advice, advise, advise_after
+from trl_offpolicy.diagnosis.verdict.advice import ROUNDING_EXPLAINS, Advice, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
 from trl_offpolicy.diagnosis.verdict.sga import Cell
@@ -224,7 +224,8 @@ def _advice(
     causes = [one.cause for one in found.findings]
     if attribution is not None and attribution.cause in CAUSES:
         return advise_after(attribution.cause, causes, frameworks, info)
-    return advise(causes, frameworks, info) if causes else None
+    distance = found.readings.get("mismatch/kl_k3", found.readings.get("atleast/mismatch/kl_k3", 0.0))
+    return advise(causes, frameworks, info, by_rounding=distance <= ROUNDING_EXPLAINS) if causes else None
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:

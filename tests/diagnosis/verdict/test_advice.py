@@ -150,3 +150,12 @@ def test_the_more_severe_finding_decides_and_the_other_waits() -> None:
         "fp16: true",
     ]
     assert advise([]).yaml == "" and advise(["misalignment"]).yaml == ""
+
+
+@pytest.mark.parametrize("framework", [(), ("verl",), ("TRL",)])
+def test_no_precision_is_advised_where_no_rounding_reaches(framework: tuple[str, ...]) -> None:
+    near, far = (advise(["engine_mismatch"], framework, by_rounding=by).yaml for by in (True, False))
+    assert "float16" in near or "fp16" in near
+    assert "16" not in far and far != ""
+    other = advise(["engine_mismatch", "precision"], by_rounding=False).yaml  # a cause of its own is not held back
+    assert "fp16: true" in other

@@ -187,7 +187,17 @@ class Advice:
     follows: tuple[str, ...] = ()
 
 
-def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[str, Any] | None = None) -> Advice:
+ROUNDING_EXPLAINS = 0.1
+"""KL k3 in nats per token up to which rounding, to 8 bits at the most, explains an engine mismatch."""
+
+
+def advise(
+    causes: Sequence[str],
+    frameworks: Sequence[str] = (),
+    info: Mapping[str, Any] | None = None,
+    *,
+    by_rounding: bool = True,
+) -> Advice:
     """The settings that these causes ask for together.
 
     Args:
@@ -195,6 +205,8 @@ def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[
         frameworks: whose log it was, the main one first, as in
             :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
         info: ``run.json`` of a run of this kit, so that the settings fit it.
+        by_rounding: rounding may explain the engine mismatch (:data:`ROUNDING_EXPLAINS`). If not, no precision is
+            advised for it: other prompts, positions or masks on the two sides are not mended by float16.
 
     Example:
         >>> print(advise(["policy_staleness", "engine_mismatch"], ["verl"]).later[0])
@@ -207,11 +219,13 @@ def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[
     unique = list(dict.fromkeys(causes))
     framework = frameworks[0] if frameworks and frameworks[0] in THEIRS else OURS
     if framework == OURS:
-        return _ours(unique, info)
+        return _ours(unique, info, by_rounding)
     taken: dict[str, object] = {}
     corrected, later = "", []
     for cause in unique:
         for thing in ASKED.get(cause, ()):
+            if cause == "engine_mismatch" and thing == "dtype" and not by_rounding:
+                continue
             settings = THEIRS[framework][thing]
             if thing in _CORRECTIONS and corrected not in ("", thing):
                 later.append(_sentence(cause, {key: v for key, v in settings.items() if taken.get(key, ...) != v}))
@@ -251,7 +265,11 @@ def advise_after(
     return replace(advise([cause, *others], frameworks, info), follows=titles)
 
 
-def _ours(causes: Iterable[str], info: Mapping[str, Any] | None) -> Advice:
+def _is_precision(key: str, value: Any) -> bool:
+    return key in _WITH_ENGINE or (key == "engine" and isinstance(value, dict) and set(value) == {"dtype"})
+
+
+def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bool) -> Advice:
     """The causes' own settings, line by line; ``engine: {...}`` is put together, any other key is set once."""
     import yaml
 
@@ -263,6 +281,8 @@ def _ours(causes: Iterable[str], info: Mapping[str, Any] | None) -> Advice:
         for line in fix.yaml.splitlines() if fix is not None else ():
             settings = yaml.safe_load(line) or {}
             for key, value in settings.items():
+                if cause == "engine_mismatch" and not by_rounding and _is_precision(key, value):
+                    continue
                 if engine_waits and key in _WITH_ENGINE:
                     later.append(_sentence(cause, {key: value}))
                 elif key not in values:
