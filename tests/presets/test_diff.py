@@ -150,7 +150,7 @@ def test_advantages_and_the_centre_of_the_clip_are_semantics():
     )
     assert rows(preset(), other) == {
         "centre of the clip": ("RecomputedProximal: -", "InterpolatedProximal: lag=1"),
-        "advantages": ("the trainer's", "RLOO: normalize=False, alone=zero"),
+        "advantages": ("the trainer's", "RLOO: scale=none, epsilon=1e-06, normalize=False, alone=zero"),
     }
     assert "proximal" in other.objective_changes
 
