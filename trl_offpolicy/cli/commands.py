@@ -68,14 +68,12 @@ def report(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
+RUN_OR_LOG = f"run folder, or a log: {METRICS_FILE}, {STATE_FILE}, console text, CSV"
+
+
 def doctor(parser: argparse.ArgumentParser) -> Runner:
     """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
-    parser.add_argument(
-        "run_dir",
-        metavar="RUN_DIR",
-        nargs="?",
-        help=f"run folder, or a log: {METRICS_FILE}, {STATE_FILE}, console text, CSV",
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", help=RUN_OR_LOG)
     parser.add_argument(
         "--window", metavar="N", type=int, default=20, help="judge the last N logged steps (%(default)s)"
     )
