@@ -57,6 +57,7 @@ _OFF, _BROKEN = "engine_mismatch notice", "engine_mismatch critical"
 _STALE, _REJECT, _BEYOND = "policy_staleness notice", "rejection_limit warning", "correction_limit critical"
 _DRIFT, _VARIANCE = "token_drift warning", "weight_variance critical"
 _RESPONSES, _TOKENS = "keep/dropped_sequence_fraction", "keep/dropped_token_fraction"
+_NO_MEAN = {_KL: None, _PEARSON: None}
 _BAND, _NOISE, _WEIGHTED = "weight/truncated_fraction", "gradient/noise", "weight_applied/mean"
 
 RULES = (
@@ -68,7 +69,9 @@ RULES = (
         "engine_mismatch warning"),
     one(LIU, "perplexity ratio below 1: a systematic gap", "ppl_ratio_low", "mismatch/ppl_ratio", 0.995, 0.97, _OFF),
     one(LIU, "the largest probability difference is not averaged away", "prob_diff_high", "mismatch/prob_diff_max",
-        0.45, 0.6, "engine_mismatch warning"),
+        0.45, 0.6, _OFF),
+    Rule(LIU, "... also where no mean was logged", ("prob_diff_high",), {**_NO_MEAN, "mismatch/prob_diff_max": 0.45},
+         {**_NO_MEAN, "mismatch/prob_diff_max": 0.6}, "engine_mismatch warning"),
     one(LIU, "KL that rises only under lag: staleness", "kl_healthy", "total/kl_k3", 0.019, 0.022, _STALE,
         rollout__version_lag_mean=2.0),
     one(LIU, "... and above 0.05", "kl_high", "total/kl_k3", 0.048, 0.053, "policy_staleness warning", _STALE,
@@ -127,18 +130,18 @@ RULES = (
          {"gradient/cosine_previous": 0.9, "rollout/version_lag_mean": 2.0, "rollout/version_lag_max": 2.0},
          "policy_staleness warning"),
     one(YAO, "a token's probabilities differ by more than 0.5", "prob_diff_high", "mismatch/prob_diff_max", 0.48, 1.0,
-        "engine_mismatch warning"),
-    one(YAO, "entropy below 0.2", "entropy_low", "loss/entropy", 0.22, 0.05, "entropy_collapse notice"),
-    Rule(YAO, "... and still falling", ("entropy_falling",), {"loss/entropy": (0.15, 0.149)},
-         {"loss/entropy": (0.15, 0.1)}, "entropy_collapse warning", "entropy_collapse notice"),
+        _OFF),
+    Rule(YAO, "entropy falls below 0.2", ("entropy_low", "entropy_fallen"), {"loss/entropy": (1.0, 0.22, 0.22, 0.22)},
+         {"loss/entropy": (1.0, 0.05, 0.05, 0.05)}, "entropy_collapse notice", steps=40),
+    Rule(YAO, "... and still falls", ("entropy_falling",), {"loss/entropy": (1.0, 1.0, 0.15, 0.149)},
+         {"loss/entropy": (1.0, 1.0, 0.15, 0.1)}, "entropy_collapse warning", "entropy_collapse notice", steps=40),
     Rule(YAO, "KL k1 of the trainer is frequently negative", ("k1_negative", "k1_negative_share"),
          {"staleness/kl_k1": (0.004, -0.002, 0.004)}, {"staleness/kl_k1": (-0.004, 0.002, -0.004)}, _OFF),
     Rule(YAO, "the logged reward is not the learner's", ("reward_gap",),
          {"reward": 0.5, "rollout/reward_reweighted": 0.47}, {"reward": 0.5, "rollout/reward_reweighted": 0.4},
          "biased_reward notice"),
     one(YAO, "abnormally long responses", "length_surge", "rollout/length_surge", 1.15, 1.3, "length_surge critical"),
-    one(SKYRL, "a token's ratio beyond 100", "logp_diff_outlier", "mismatch/logp_diff_max", 4.4, 9.0,
-        "engine_mismatch warning"),
+    one(SKYRL, "a token's ratio beyond 100", "logp_diff_outlier", "mismatch/logp_diff_max", 4.4, 9.0, _OFF),
     one(AREAL, "staleness of at most 8 with decoupled PPO", "lag_high", "rollout/version_lag_max", 8.0, 50.0, _STALE),
     Rule(AREAL, "PPO without a correction collapsed at a staleness of 4", ("lag_uncorrected",),
          {"rollout/version_lag_mean": 3.0, "rollout/version_lag_max": 3.0},

@@ -11,7 +11,7 @@ import pytest
 
 from trl_offpolicy.cli import main
 from trl_offpolicy.control import parse_control
-from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.diagnosis.doctor import examine, how_to_log, what_to_do
 from trl_offpolicy.diagnosis.report.demo import DEMO_RUN
 from trl_offpolicy.diagnosis.report.plots import figure_style
 from trl_offpolicy.diagnosis.report.rollout_plots import draw_length_shares
@@ -266,10 +266,11 @@ def test_stock_trl_with_a_broken_engine(tmp_path: Path, capsys: pytest.CaptureFi
     assert seen.advice.yaml == "vllm_importance_sampling_correction: false"  # no rounding comes to 0.88 nats
     assert main(["doctor", str(path), "--fail-on", "notice"]) == 3
     assert "vllm_importance_sampling_correction" in capsys.readouterr().out
-    # the mean weight alone is a finding too, and a run without any of it is not judged
+    # the mean weight is that after cap or mask: alone it says what they take away, not that the engine is at fault
     only = {key: value for key, value in STOCK_TRL.items() if "logp_difference" not in key}
     (finding,) = examine(trainer_state(tmp_path, only)).diagnosis.findings
-    assert finding.evidence == {"off/weight_mean": pytest.approx(0.79)}
+    assert (finding.cause, finding.severity) == ("weight_variance", "notice")
+    assert finding.evidence == {"capped/weight_mean": pytest.approx(0.79)}
 
 
 def test_not_judged_has_an_exit_status_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,3 +339,52 @@ def test_what_to_judge_again_follows_its_label(capsys: pytest.CaptureFixture[str
     assert main(["doctor", str(DEMO_RUN)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "then judge again: " in text and "then Then" not in text
+
+
+def verl_log(folder: Path, metrics: dict[str, float], steps: int = 12) -> Path:
+    path = folder / "verl.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "data": metrics}) + "\n" for step in range(steps)))
+    return path
+
+
+def test_no_precision_is_advised_where_the_probabilities_do_not_correlate(tmp_path: Path) -> None:
+    """Other positions on the two sides (verl-omni 231): a correlation of 0.13 is no rounding."""
+    key = "training/rollout_actor_probs_pearson_corr"
+    found = examine(verl_log(tmp_path, {key: 0.133, "actor/pg_clipfrac": 0.0}))
+    assert found.advice is not None and "float16" not in found.advice.yaml
+    rounded = examine(verl_log(tmp_path, {key: 0.94, "actor/pg_clipfrac": 0.0}))
+    assert rounded.advice is not None and "float16" in rounded.advice.yaml
+
+
+def test_one_token_of_a_healthy_mixture_of_experts_asks_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of a healthy run of verl (its issue 7242): no setting is advised for a single token."""
+    path = verl_log(
+        tmp_path,
+        {
+            "training/rollout_probs_diff_max": 0.611,
+            "training/rollout_actor_probs_pearson_corr": 0.9925,
+            "rollout_corr/k3_kl": 0.0052,
+        },
+    )
+    seen = examine(path)
+    assert seen.diagnosis.verdict == "notice" and seen.advice is None
+    assert what_to_do(seen).startswith("Nothing yet") and seen.as_dict()["findings"][0]["snippet"] == ""
+    assert main(["doctor", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "fix Nothing yet: KL k3 and the correlation are healthy" in printed and "settings (" not in printed
+
+
+@pytest.mark.parametrize(
+    ("metrics", "setting"),
+    [
+        ({"actor/ppo_kl": 0.001, "actor/entropy": 0.4}, "actor_rollout_ref.rollout.calculate_log_probs=True"),
+        ({"train/ppo_kl": 0.001, "train/entropy_loss": 0.4}, "--get-mismatch-metrics"),
+        ({"clip_ratio/region_mean": 0.0, "entropy": 0.4}, "vllm_importance_sampling_correction=True"),
+        ({"rollout_corr/k3_kl": 0.001}, ""),
+    ],
+)
+def test_what_was_not_judged_can_be_logged(tmp_path: Path, metrics: dict[str, float], setting: str) -> None:
+    told = how_to_log(examine(verl_log(tmp_path, metrics)))
+    assert (setting in told) and bool(told) == bool(setting)

@@ -168,7 +168,40 @@ def remedy(metric: str, **others: float) -> Answer:
 
 
 def falling_entropy(value: float, limits: Thresholds) -> set[str]:
-    return findings(spread("loss/entropy", 0.1, 0.1 * value), limits)
+    return findings(spread("loss/entropy", 1.0, 1.0, 0.1, 0.1 * value, steps=40), limits)
+
+
+def low_entropy(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("loss/entropy", 1.0, value, steps=40), limits)
+
+
+def fallen_entropy(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("loss/entropy", 0.19, 0.19 * value, steps=40), limits)
+
+
+def rising_entropy(value: float, limits: Thresholds) -> set[str]:
+    """The entropy grows while the reward falls by a tenth."""
+    rows = zip(
+        spread("loss/entropy", 0.3, 0.3 * value, steps=60).rows, spread("reward", 1.0, 0.9, steps=60).rows, strict=True
+    )
+    return findings(MetricsLog(tuple({**one, **other} for one, other in rows)), limits)
+
+
+def rising_cut(value: float, limits: Thresholds) -> set[str]:
+    rows = log_of([{}] * 40).rows
+    shares = (0.1 if place < 20 else 0.1 + value for place in range(40))
+    return findings(
+        MetricsLog(tuple({**row, "completions/clipped_ratio": share} for row, share in zip(rows, shares, strict=True))),
+        limits,
+    )
+
+
+def growing_mismatch(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("mismatch/kl_k3", 0.003, 0.003 * value, steps=40), limits)
+
+
+def reward_fall(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("reward", 1.0, 1 - value, steps=60), limits)
 
 
 def reward_gap(value: float, limits: Thresholds) -> set[str]:
@@ -251,7 +284,8 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(verdict("mismatch/log_ppl_diff", sign=sign), set(), {"engine_mismatch warning"}) for sign in (1.0, -1.0)
     ),
     "prob_diff_high": (
-        Walk(verdict("mismatch/prob_diff_max"), set(), {"engine_mismatch warning"}),
+        Walk(verdict("mismatch/prob_diff_max"), set(), OFF),
+        Walk(verdict("mismatch/prob_diff_max", mismatch__kl_k3=math.nan), set(), FAR),
         Walk(habits("mismatch/prob_diff_max", mismatch__kl_k3=0.01), [], ["largest difference averaged away"]),
     ),
     "chi2_moderate": (
@@ -306,10 +340,16 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     ),
     "length_trap": (Walk(length_trap, [], ["length trap"]),),
     "ppl_ratio_low": (Walk(verdict("mismatch/ppl_ratio"), OFF, set()),),
-    "logp_diff_outlier": (Walk(verdict("mismatch/logp_diff_max"), set(), FAR),),
+    "logp_diff_outlier": (
+        Walk(verdict("mismatch/logp_diff_max"), set(), OFF),
+        Walk(verdict("mismatch/logp_diff_max", mismatch__kl_k3=math.nan), set(), FAR),
+    ),
     "k1_negative": (Walk(verdict("staleness/kl_k1", sign=-1.0), set(), OFF),),
     "k1_negative_share": (Walk(negative_k1, set(), OFF),),
-    "weight_off": (Walk(lambda value, limits: verdict("weight/mean")(1 + value, limits), set(), OFF),),
+    "weight_off": (
+        Walk(lambda value, limits: verdict("weight/mean")(1 + value, limits), set(), OFF),
+        Walk(lambda value, limits: verdict("weight_applied/mean")(1 - value, limits), set(), VARIES),
+    ),
     "noise_rising": (
         Walk(rising_noise, set(), VARIES),
         Walk(noise_of_weights, set(), {"weight_variance warning"}),
@@ -318,8 +358,12 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(verdict("mismatch/tv"), set(), {"token_drift notice"}),
         Walk(remedy("tv", chi2_token=0.1), "nothing", "token"),
     ),
-    "entropy_low": (Walk(verdict("loss/entropy"), {"entropy_collapse notice"}, set()),),
+    "entropy_low": (Walk(low_entropy, {"entropy_collapse notice"}, set()),),
+    "entropy_fallen": (Walk(fallen_entropy, {"entropy_collapse notice"}, set()),),
     "entropy_falling": (Walk(falling_entropy, {"entropy_collapse warning"}, {"entropy_collapse notice"}),),
+    "entropy_rising": (Walk(rising_entropy, set(), COLLAPSE),),
+    "cut_rising": (Walk(rising_cut, set(), {"length_surge warning"}),),
+    "mismatch_growth": (Walk(growing_mismatch, set(), OFF),),
     "reward_gap": (Walk(reward_gap, set(), {"biased_reward notice"}),),
     "lag_high": (Walk(verdict("rollout/version_lag_max"), set(), STALE),),
     "lag_uncorrected": (Walk(queue_lag, set(), VERY_STALE),),
@@ -329,8 +373,8 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(verdict("routing/expert_flip_mean"), set(), {"routing notice"}),
         Walk(habits("routing/expert_flip_mean", **AGREEING), [NO_NEED], []),
     ),
-    "reward_drop": (Walk(reward_drop, set(), COLLAPSE),),
-    "reward_drop_steps": (Walk(drop_since, set(), COLLAPSE),),
+    "reward_drop": (Walk(reward_drop, set(), COLLAPSE), Walk(reward_fall, set(), {"collapse notice"})),
+    "reward_drop_steps": (Walk(drop_since, {"collapse notice"}, COLLAPSE),),
     "gradient_spike": (Walk(gradient_spike, set(), COLLAPSE),),
     "confident_high": (Walk(verdict("mismatch/confident_disagreement_fraction"), set(), OFF),),
     "copied_high": (Walk(verdict("rollout/copied_fraction"), set(), {"repeated_draws critical"}),),

@@ -116,3 +116,29 @@ def test_a_resumed_run_is_judged_by_what_counts(tmp_path: Path) -> None:
     log = read(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     assert log.steps == list(range(1, 26)) and log.series("loss").values[-1] == 34.0
     assert log.remarks[0].startswith("A step was logged again") and "9 rows of the earlier run" in log.remarks[0]
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_slimes_rollouts_are_at_their_optimizer_steps(tmp_path: Path, updates: int) -> None:
+    """slime counts rollouts in ``rollout/step`` and optimizer steps in ``train/step``, in rows of their own."""
+    rows = []
+    for rollout in range(12):
+        rows.append({"rollout/step": rollout, "rollout/raw_reward": 0.1 * rollout, "rollout/response_len/mean": 400})
+        first = rollout * updates
+        rows += [{"train/step": step, "train/loss": 0.1} for step in range(first, first + updates)]
+    log = read(tmp_path, "slime.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert log.skipped_lines == 0 and log.steps == list(range(12 * updates))
+    rewards = log.series("reward")
+    assert rewards.steps == [updates * (rollout + 1) - 1 for rollout in range(12)] and rewards.values[-1] == 0.1 * 11
+    # a log of rollouts alone counts them
+    alone = read(tmp_path, "alone.jsonl", "".join(json.dumps(row) + "\n" for row in rows if "rollout/step" in row))
+    assert alone.steps == list(range(12))
+
+
+def test_a_log_of_ms_swift_is_answered_in_its_arguments(tmp_path: Path) -> None:
+    row = {"reward": 0.5, "completions/mean_length": 200, "rollout_correction/k3_kl": 0.04, "entropy": 0.5}
+    text = "".join(json.dumps({"global_step/max_steps": f"{step}/20", **row}) + "\n" for step in range(1, 20))
+    (tmp_path / "logging.jsonl").write_text(text)
+    seen = examine(tmp_path / "logging.jsonl")
+    assert seen.frameworks[0] == "ms-swift" and [one.cause for one in seen.diagnosis.findings] == ["engine_mismatch"]
+    assert seen.advice is not None and "torch_dtype: float16" in seen.advice.yaml

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import trl_offpolicy as op
-from trl_offpolicy.run_folder.names import LOSSES, NAMES, NOTES, remarks, translate
+from trl_offpolicy.run_folder.names import LOSSES, NAMES, NOTES, frameworks, remarks, translate
 
 CAP, LOW, HIGH = 1.5, 0.8, 1.2
 """Cap of the truncated weights; clip of the losses, and bounds of the band."""
@@ -147,7 +147,7 @@ class Case(NamedTuple):
 @cache
 def agreeing() -> tuple[Case, ...]:
     """What is translated: one case at least of each name and meaning."""
-    return (*_verl(), *_trl(), *_skyrl(), *_slime())
+    return (*_verl(), *_trl(), *_skyrl(), *_slime(), *_swift())
 
 
 def _of(metrics: dict[str, float], name: str) -> tuple[str, float]:
@@ -353,6 +353,24 @@ def _skyrl_masks(b: Batch) -> list[Case]:
     return cases
 
 
+def _swift() -> list[Case]:
+    """ms-swift's ``_compute_rollout_offpolicy_metrics`` and ``_compute_is_correction_metrics``, token_truncate."""
+    b = batch()
+    weighed, rho = ours(b, weight=op.TruncateWeight(max_weight=CAP)), (b.old - b.sampling).exp()
+    capped, cut = rho.clamp(max=CAP), (rho > CAP).float()
+    cases = [
+        Case(f"rollout_correction/{key}", value, *_of(weighed, f"mismatch/{OURS[key]}"))
+        for key, value in mismatch(b, b.old).items()
+        if key != "chi2_seq"  # of geometric means there
+    ]
+    return [
+        *cases,
+        Case("rollout_correction/is_weight_mean", b.mean(capped), *_of(weighed, "weight_applied/mean")),
+        Case("rollout_correction/ess", ess(b, capped), *_of(weighed, "weight_applied/ess_token")),
+        Case("rollout_correction/clipped_frac", b.mean(cut), *_of(weighed, "weight/truncated_fraction")),
+    ]
+
+
 def _slime() -> list[Case]:
     """Means over responses of their means: ours where these are equally long; exact where a response is the unit."""
     even, region = batch(ragged=False), "loss/clip_region_fraction"
@@ -502,6 +520,14 @@ def test_means_over_responses_are_remarked_on() -> None:
     theirs, here = float(b.rows(b.sampling - b.old).mean()), ours(b)["mismatch/kl_k1"]
     assert theirs != pytest.approx(here, rel=0.05) and theirs == pytest.approx(here, rel=0.5)
     assert "mean over responses" in remarks(["train/mis_kl"])[0]
+
+
+def test_a_log_of_ms_swift_is_not_taken_for_trls() -> None:
+    keys = ["rollout_correction/kl", "entropy", "completions/mean_length", "clip_ratio/region_mean"]
+    assert frameworks(keys) == ("ms-swift", "TRL") and frameworks(keys[1:]) == ("TRL",)
+    row = translate({"rollout_correction/chi2_seq": 3.0, "rollout_correction/k3_kl": 0.01})
+    assert row["offpolicy/mismatch/kl_k3"] == 0.01
+    assert "offpolicy/mismatch/chi2_sequence" not in row  # of geometric means there
 
 
 def test_what_the_loss_decides_is_left_out_without_it() -> None:

@@ -107,9 +107,10 @@ CAUSES: dict[str, Cause] = {
     "length_surge": Cause(
         "length surge",
         "F",
-        "Responses grow by more than a fifth within 100 steps. This happens tens of steps before a collapse "
-        "(arXiv 2602.01826).",
-        "rollout/length_surge above 1.2, often with rising KL and clip fraction.",
+        "Responses grow by more than a fifth within 100 steps, or many more of them reach the length limit. This "
+        "happens tens of steps before a collapse (arXiv 2602.01826).",
+        "rollout/length_surge above 1.2, often with rising KL and clip fraction. Responses that grow with the reward, "
+        "in a run without another symptom, are learned: only a notice.",
         "Halve the learning rate when it happens and reject by geometric mean. If the length keeps growing, look at "
         "the reward: length bonus, missing end of sequence.",
         "control: {policy: act, controllers: {length_guard: {}}}\noffpolicy: skyrl/geometric-mask\n",
@@ -168,7 +169,8 @@ CAUSES: dict[str, Cause] = {
         "F",
         "The distribution of the next token is close to one-hot, so nothing new is sampled. Quantised rollouts without "
         "a correction end there, and truncated weights reverse it (Yao et al. 2025).",
-        "loss/entropy below 0.2 and falling. A task that is solved has a low entropy too: look at the reward.",
+        "loss/entropy below 0.2, well below what it was when the run began, and falling. A task that is solved has a "
+        "low entropy too: look at the reward.",
         "If engine and trainer differ, correct with truncated token weights. Otherwise smaller updates, or an entropy "
         "bonus.",
         "offpolicy: paper/tis\n",
@@ -177,8 +179,8 @@ CAUSES: dict[str, Cause] = {
         "collapse",
         "F",
         "The reward has fallen by almost a third and did not recover in 100 steps, or it fell after a gradient ten "
-        "times as large as usual.",
-        "The reward against its best, and grad_norm. A harder part of the data set looks the same.",
+        "times as large as usual, or while the entropy tripled. With fewer steps since its best it is a notice.",
+        "The reward against its best, grad_norm and entropy. A harder part of the data set looks the same.",
         "Go back to a checkpoint from before, and halve the learning rate. The other findings say what drove it.",
         "learning_rate: 5.0e-7   # half of yours\n",
     ),

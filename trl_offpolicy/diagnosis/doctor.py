@@ -18,9 +18,16 @@ from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, attribute_run_r
 from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.turns import TURN_TITLES, TurnTable, turn_table
-from trl_offpolicy.diagnosis.verdict.advice import ROUNDING_EXPLAINS, Advice, advise, advise_after
+from trl_offpolicy.diagnosis.verdict.advice import (
+    ROUNDED_CORRELATE,
+    ROUNDING_EXPLAINS,
+    TO_LOG,
+    Advice,
+    advise,
+    advise_after,
+)
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
-from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
+from trl_offpolicy.diagnosis.verdict.judge import AGREEMENT, WINDOW, Diagnosis, Finding, diagnose
 from trl_offpolicy.diagnosis.verdict.sga import Cell
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.run_folder.layout import PROMPT_IDS
@@ -221,11 +228,18 @@ def _advice(
     found: Diagnosis, attribution: Attribution | None, frameworks: Sequence[str], info: Mapping[str, Any]
 ) -> Advice | None:
     """One configuration for the findings. A cause that the tokens name takes the place of "engine mismatch"."""
-    causes = [one.cause for one in found.findings]
+    causes = [one.cause for one in found.findings if not one.instead]
     if attribution is not None and attribution.cause in CAUSES:
         return advise_after(attribution.cause, causes, frameworks, info)
+    return advise(causes, frameworks, info, by_rounding=_by_rounding(found)) if causes else None
+
+
+def _by_rounding(found: Diagnosis) -> bool:
+    """True unless the distance of engine and trainer is larger than rounding makes it."""
     distance = found.readings.get("mismatch/kl_k3", found.readings.get("atleast/mismatch/kl_k3", 0.0))
-    return advise(causes, frameworks, info, by_rounding=distance <= ROUNDING_EXPLAINS) if causes else None
+    far_on_average = abs(found.readings.get("mismatch/log_ppl_diff", 0.0)) > ROUNDING_EXPLAINS
+    correlation = found.readings.get("mismatch/prob_pearson", 1.0)
+    return distance <= ROUNDING_EXPLAINS and not far_on_average and correlation >= ROUNDED_CORRELATE
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
@@ -278,6 +292,16 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
             out.print(escape(text), soft_wrap=True)
     if found.unknown:
         out.print(f"Not judged, because the log does not hold what it needs: {escape(', '.join(found.unknown))}.")
+    if how := how_to_log(seen):
+        out.print(escape(how), soft_wrap=True)
+
+
+def how_to_log(seen: Examination) -> str:
+    """The setting with which the distance of engine and trainer would have been logged; empty where it was."""
+    framework = next(iter(seen.frameworks), "")
+    if AGREEMENT not in seen.diagnosis.unknown or framework not in TO_LOG:
+        return ""
+    return f"{framework} logs how far engine and trainer are apart with {TO_LOG[framework]}."
 
 
 def print_verdict(seen: Examination, console: Console | None = None) -> None:
@@ -332,10 +356,13 @@ def headline(seen: Examination) -> str:
 
 def what_to_do(seen: Examination) -> str:
     """The fix in words: that of the cause which the tokens name, else that of the first finding; may be empty."""
-    causes = [one.cause for one in seen.diagnosis.findings]
+    first = next(iter(seen.diagnosis.findings), None)
     if seen.attribution is not None and seen.attribution.cause in CAUSES:
-        causes = [seen.attribution.cause]
-    fix = fix_of(causes[0], seen.info) if causes else None
+        fix = fix_of(seen.attribution.cause, seen.info)
+    elif first is None or first.instead:
+        return "" if first is None else first.instead
+    else:
+        fix = fix_of(first.cause, seen.info)
     return "" if fix is None else fix.text
 
 
@@ -364,7 +391,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
         f"[{COLOURS[finding.severity]}]{finding.severity}[/] [bold]{escape(about.title)}[/] "
         f"(branch {about.branch}{since})"
     )
-    fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": about.fix}
+    fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": finding.fix}
     _print_fields(out, fields)
 
 

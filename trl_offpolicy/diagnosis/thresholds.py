@@ -80,6 +80,14 @@ class Thresholds:
     tv_moderate: float = _number(0.08, "total variation from which token weights are biased without a correction", SGA)
     entropy_low: float = _number(0.2, "entropy of the next token (nats) below which it has collapsed", YAO)
     entropy_falling: float = _number(0.95, "last half of the window over its first half that counts as falling", OURS)
+    entropy_fallen: float = _number(0.7, "entropy over that of the run's first steps that counts as fallen", OURS)
+    entropy_rising: float = _number(3.0, "entropy over that of the first steps, if the reward falls", OURS)
+    cut_rising: float = _number(
+        0.2, "share of responses at the length limit, less that of length_window steps before", OURS
+    )
+    mismatch_growth: float = _number(
+        3.0, "KL k3 of engine and trainer over that of the first steps, from a quarter of kl_healthy on", OURS
+    )
     reward_gap: float = _number(
         0.1, "difference between the engine's reward and the trainer's, as a share of the larger", YAO_OURS
     )

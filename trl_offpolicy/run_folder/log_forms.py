@@ -23,6 +23,8 @@ _PAIR = re.compile(r"([^\s:]\S*?):(\S+)")
 _PRINTED = re.compile(r"\{'[^{}]*\}")
 _NOT_FINITE = re.compile(r"(?<![\w'\"/])(nan|-?inf)(?![\w'\"/])")
 _PANEL = re.compile(r".+ - (.+)")
+_TRAIN_STEP, _ROLLOUT_STEP = "train/step", "rollout/step"
+"""slime's counts of optimizer steps and of rollouts."""
 _WHOLE_RUN = ("eval_", "train_")
 """Prefixes of printed dictionaries that are no training step."""
 _OF_TRL = ("train/reward", "train/completions/mean_length", "train/frac_reward_zero_std", "train/num_tokens")
@@ -41,7 +43,7 @@ def records(path: Path) -> Iterator[Record]:
         found = enumerate(_table(path), 1)
     else:
         found = _lines(path)
-    yield from _without_trainer_prefix(list(found))
+    yield from _without_trainer_prefix(_rollouts_at_train_steps(list(found)))
 
 
 def _flat(entry: Any) -> dict[str, Any] | None:
@@ -144,6 +146,29 @@ def _is_stepless(row: Mapping[str, Any]) -> bool:
     if any(name == "step" or name.endswith(("/step", "global_step", "_step")) for name in row):
         return False
     return not all(name.startswith(_WHOLE_RUN) or name == "epoch" for name in row)
+
+
+def _rollouts_at_train_steps(found: list[Record]) -> list[Record]:
+    """Rows that count rollouts, at the last optimizer step of their rollout.
+
+    slime counts ``train/step`` on through the rollouts, each of which has the same number of optimizer steps.
+    """
+    trained, sampled = (_largest(found, name) for name in (_TRAIN_STEP, _ROLLOUT_STEP))
+    if sampled is None:
+        return found
+    times = 1 if trained is None else max(round((trained + 1) / (sampled + 1)), 1)
+    return [(number, _at_train_step(row, times)) for number, row in found]
+
+
+def _largest(found: list[Record], name: str) -> float | None:
+    steps = (row[name] for _, row in found if row is not None and isinstance(row.get(name), int | float))
+    return max(steps, default=None)
+
+
+def _at_train_step(row: dict[str, Any] | None, times: int) -> dict[str, Any] | None:
+    if row is None or _TRAIN_STEP in row or "step" in row or not isinstance(row.get(_ROLLOUT_STEP), int | float):
+        return row
+    return {**row, "step": row[_ROLLOUT_STEP] * times + times - 1}
 
 
 def _without_trainer_prefix(found: list[Record]) -> Iterator[Record]:

@@ -3,7 +3,7 @@
 A name is translated if it means the same. Some names change their meaning with the policy loss, or with other keys in
 the row. Those are translated only if that is known (``loss``, ``beside``, ``without``). If theirs is an approximation
 of ours, ``NOTES`` says how. We read the frameworks' code in 2026: verl 0.9.1 (0.7 where it differs), TRL 1.16, and
-SkyRL and slime of August. ``tests/run_folder/test_names.py`` recomputes each formula.
+SkyRL, slime and ms-swift of August. ``tests/run_folder/test_names.py`` recomputes each formula.
 """
 
 from __future__ import annotations
@@ -165,8 +165,18 @@ _SLIME = {
     "rollout/raw_reward": (Name("reward"),),
     "train/grad_norm": (Name("grad_norm"),),
 }
+_SWIFT = {
+    **{
+        f"rollout_correction/{theirs}": (Name(f"mismatch/{ours}"),)
+        for theirs, ours in _VERL_MISMATCH.items()
+        if theirs != "chi2_seq"  # of geometric means in ms-swift
+    },
+    "rollout_correction/is_weight_mean": (Name("weight_applied/mean"),),
+    "rollout_correction/ess": (Name("weight_applied/ess_token"),),
+    "rollout_correction/clipped_frac": (Name("weight/truncated_fraction"),),
+}
 NAMES: Mapping[str, Mapping[str, tuple[Name, ...]]] = MappingProxyType(
-    {"verl": _VERL, "TRL": _TRL, "SkyRL": _SKYRL, "slime": _SLIME}
+    {"ms-swift": _SWIFT, "verl": _VERL, "TRL": _TRL, "SkyRL": _SKYRL, "slime": _SLIME}
 )
 """Framework -> its name -> ours, with conditions. ``*/name`` means any prefix or none."""
 
@@ -191,6 +201,8 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "completions/mean_length": _WITH_TOOLS,
         "generate/avg_num_tokens": _WITH_TOOLS,
         "rollout/response_len/mean": _WITH_TOOLS,
+        "rollout_correction/ess": "of weights raised to at least 1 / threshold",
+        "rollout_correction/clipped_frac": "of tokens, or of responses with a mode of whole responses",
         "*/tis_token_clip_high_ratio": "of the tokens that the outlier and token masks left",
         **{f"train/mis_{name}": _BY_RESPONSE for name in ("kl", "k3_kl", "chi2_token")},
         "train/ppo_kl": f"{_BY_RESPONSE}; with --use-rollout-logprobs of current/sampling",
@@ -250,11 +262,15 @@ def remarks(keys: Iterable[str], loss: str | None = None) -> tuple[str, ...]:
 
 
 def frameworks(keys: Iterable[str]) -> tuple[str, ...]:
-    """The frameworks whose names appear: this kit first, then those with the most names."""
+    """The frameworks whose names appear: this kit first, then those with the most names.
+
+    ms-swift logs TRL's names too, so it comes before TRL where any of its own appears.
+    """
     names = set(keys)
     own = ("trl-offpolicy",) if any(key.startswith(_PREFIX) for key in names) else ()
     found = {name: sum(_lookup(key, table) is not None for key in names) for name, table in NAMES.items()}
-    return own + tuple(sorted((name for name, count in found.items() if count), key=lambda name: -found[name]))
+    order = {name: (name != "ms-swift", -count) for name, count in found.items() if count}
+    return own + tuple(sorted(order, key=order.__getitem__))
 
 
 def _check_loss(loss: str | None) -> None:

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, THEIRS, advise, advise_after
+from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, OURS, THEIRS, TO_LOG, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.tree import TREE
-from trl_offpolicy.presets import from_skyrl, from_slime, from_trl, from_verl
+from trl_offpolicy.presets import from_ms_swift, from_skyrl, from_slime, from_trl, from_verl
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -33,6 +33,10 @@ def correction_of(framework: str, settings: Mapping[str, Any]) -> Any:
         return from_skyrl(**settings["trainer"]["algorithm"]["off_policy_correction"])
     if framework == "slime":
         return from_slime(**{key: value for key, value in settings.items() if key != "get_mismatch_metrics"})
+    if framework == "ms-swift":
+        return from_ms_swift(
+            **{key: value for key, value in settings.items() if key != "log_rollout_offpolicy_metrics"}
+        )
     return from_trl(**settings)
 
 
@@ -43,7 +47,7 @@ def test_each_correction_is_what_it_says_in_their_options(framework: str, thing:
     found = yaml.safe_load(advise([cause], [framework]).yaml)
     others = [one for one in ASKED[cause] if one not in _CORRECTIONS]
     drop = {key for one in others for key in THEIRS[framework][one]}
-    if framework in ("slime", "TRL"):
+    if framework in ("slime", "TRL", "ms-swift"):
         found = {key: value for key, value in found.items() if key not in drop}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,14 +60,16 @@ def test_each_correction_is_what_it_says_in_their_options(framework: str, thing:
         assert weight.level == "token" and weight.max_weight == 2.0
     if thing in ("token", "geometric"):
         (term,) = keep
-        if framework == "TRL":  # no geometric mask there: the one-sided one of the same width
+        if framework in ("TRL", "ms-swift"):  # no geometric mask there: the one-sided one of the same width
             assert term.max_divergence == 0.01
         else:  # verl's band is one of -log rho
             bounds = [value if value > 0.5 else math.exp(value) for value in (term.low, term.high)]
             assert term.level == "sequence_mean" and sorted(bounds) == pytest.approx([0.99, 1.01], rel=1e-3)
     if thing == "geometric" and framework != "slime":  # slime's weight is the geometric mean itself, 0.99 to 1.01
         assert not weights
-    if thing == "band":
+    if thing == "band" and framework == "ms-swift":  # its mask has no lower bound
+        assert [(one.level, one.low, one.high) for one in weights] == [("token", None, 5.0)]
+    elif thing == "band":
         bounds = [one for one in (*weights, *keep) if getattr(one, "low", None) is not None]
         low, high = bounds[0].low, bounds[0].high
         assert len(bounds) == 1 and sorted((low, high)) in ([0.2, 2.0], [0.5, 5.0])
@@ -159,3 +165,7 @@ def test_no_precision_is_advised_where_no_rounding_reaches(framework: tuple[str,
     assert "16" not in far and far != ""
     other = advise(["engine_mismatch", "precision"], by_rounding=False).yaml  # a cause of its own is not held back
     assert "fp16: true" in other
+
+
+def test_every_framework_says_how_to_log_the_distance() -> None:
+    assert TO_LOG.keys() == THEIRS.keys() | {OURS}

@@ -60,7 +60,9 @@ def test_a_healthy_run_is_ok() -> None:
         ({"mismatch__kl_k3": 0.06}, ("engine_mismatch", "critical")),
         ({"mismatch__prob_pearson": 0.98}, ("engine_mismatch", "notice")),
         ({"mismatch__kl_k3": 0.03}, ("engine_mismatch", "notice")),
-        ({"mismatch__prob_diff_max": 0.6}, ("engine_mismatch", "warning")),
+        ({"mismatch__prob_diff_max": 0.6}, ("engine_mismatch", "notice")),
+        ({"mismatch__prob_diff_max": 0.6, "mismatch__kl_k3": math.nan}, ("engine_mismatch", "warning")),
+        ({"mismatch__prob_diff_max": 0.6, "mismatch__prob_pearson": 0.98}, ("engine_mismatch", "warning")),
         ({"mismatch__log_ppl_diff": 0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__log_ppl_diff": -0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__nonfinite_fraction": 0.01}, ("nonfinite", "warning")),
@@ -120,7 +122,7 @@ def test_only_the_window_counts_and_since_names_the_first_step_of_the_stretch() 
 
 def test_a_single_spike_of_a_maximum_is_not_averaged_away() -> None:
     spike = log(20, mismatch__prob_diff_max=lambda step: 0.9 if step == 10 else 0.05)
-    assert causes(spike) == [("engine_mismatch", "warning")]
+    assert causes(spike) == [("engine_mismatch", "notice")]
 
 
 def test_one_odd_batch_does_not_break_the_correlation() -> None:

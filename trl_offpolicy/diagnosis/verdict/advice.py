@@ -155,16 +155,41 @@ _TRL: dict[Thing, Settings] = {
     "rate": {"learning_rate": 5e-7},
     "routing": {},
 }
+_SWIFT_MODE, _SWIFT_LIMIT = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+_SWIFT: dict[Thing, Settings] = {
+    "measure": {"log_rollout_offpolicy_metrics": True},
+    "token": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0, "off_policy_sequence_mask_delta": 0.01},
+    "geometric": {"off_policy_sequence_mask_delta": 0.01},
+    "band": {_SWIFT_MODE: "token_mask", _SWIFT_LIMIT: 5.0},
+    "tis": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0},
+    "dtype": {"torch_dtype": "float16"},
+    "steps": {"num_iterations": 1},
+    "rate": {"learning_rate": 5e-7},
+    "routing": {},
+}
 THEIRS: Mapping[str, Mapping[Thing, Settings]] = MappingProxyType(
-    {"verl": _VERL, "SkyRL": _SKYRL, "slime": _SLIME, "TRL": _TRL}
+    {"verl": _VERL, "SkyRL": _SKYRL, "slime": _SLIME, "TRL": _TRL, "ms-swift": _SWIFT}
 )
-"""Framework -> what is asked for -> its own keys. Read from verl 0.9.1, SkyRL and slime of August 2026, TRL 1.16."""
+"""Framework -> what is asked for -> its own keys. Read from verl 0.9.1, TRL 1.16, SkyRL, slime and ms-swift of August
+2026."""
+TO_LOG: Mapping[str, str] = MappingProxyType(
+    {
+        OURS: "offpolicy: measure",
+        "verl": f"{_VERL_ROLLOUT}.calculate_log_probs=True",
+        "SkyRL": "generator.sampling_params.logprobs=1",
+        "slime": "--use-tis or --get-mismatch-metrics",
+        "TRL": f"{_TRL_CORRECTION}_correction=True beside use_vllm=True",
+        "ms-swift": "log_rollout_offpolicy_metrics: true beside use_vllm: true",
+    }
+)
+"""Framework -> the setting with which it logs how far engine and trainer are apart."""
 WHERE: Mapping[str, str] = MappingProxyType(
     {
         OURS: "config.yaml",
         "verl": "verl's configuration",
         "SkyRL": "SkyRL's configuration",
         "slime": "slime's --custom-config-path file, with its mis.py as --custom-tis-function-path; fp16 as a flag",
+        "ms-swift": "ms-swift's arguments; its only mask by geometric mean is one-sided, for negative advantages",
         "TRL": "GRPOConfig; TRL has no two-sided geometric mask, its off_policy_mask_threshold is the nearest",
     }
 )
@@ -189,6 +214,8 @@ class Advice:
 
 ROUNDING_EXPLAINS = 0.1
 """KL k3 in nats per token up to which rounding, to 8 bits at the most, explains an engine mismatch."""
+ROUNDED_CORRELATE = 0.9
+"""Correlation of the two probabilities below which rounding to 8 bits does not explain it either."""
 
 
 def advise(

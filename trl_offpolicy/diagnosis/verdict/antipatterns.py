@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.verdict.tree import Readings
+from trl_offpolicy.diagnosis.verdict.tree import LEARNS, Readings
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 FEWEST_RESPONSES = 40
@@ -122,6 +122,8 @@ def _wide_clip(readings: Readings, info: Mapping[str, Any], thresholds: Threshol
 def _surge_without_guard(readings: Readings, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
     surge = readings.get("rollout/length_surge")
     if surge is None or surge <= thresholds.length_surge or "LengthGuard" in str(info.get("control")):
+        return None
+    if LEARNS.holds(readings, thresholds):
         return None
     return AntiPattern(
         "length surge taken for a reward issue",

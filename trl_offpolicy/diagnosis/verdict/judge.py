@@ -8,7 +8,8 @@ from typing import Any
 from trl_offpolicy.diagnosis.causes import CAUSES, Cause
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds, short_source
-from trl_offpolicy.diagnosis.verdict.readings import LENGTHS, read, statistic
+from trl_offpolicy.diagnosis.verdict.course import LENGTHS
+from trl_offpolicy.diagnosis.verdict.readings import read, statistic
 from trl_offpolicy.diagnosis.verdict.sga import Cell, sga_cell
 from trl_offpolicy.diagnosis.verdict.tree import (
     INTERVAL,
@@ -39,6 +40,7 @@ class Finding:
         symptom: a sentence with the numbers and their limits.
         evidence: the readings that led here.
         since: first logged step from which the symptom has held without a break, or None.
+        instead: what to do in place of the cause's fix, where nothing is to be changed yet; empty = the fix.
     """
 
     cause: str
@@ -46,6 +48,7 @@ class Finding:
     symptom: str
     evidence: dict[str, float]
     since: int | None = None
+    instead: str = ""
 
     @property
     def about(self) -> Cause:
@@ -60,12 +63,12 @@ class Finding:
     @property
     def fix(self) -> str:
         """The smallest change that helps."""
-        return self.about.fix
+        return self.instead or self.about.fix
 
     @property
     def snippet(self) -> str:
         """The fix as YAML for ``config.yaml``; may be empty."""
-        return self.about.snippet
+        return "" if self.instead else self.about.snippet
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
         if symptoms:
             evidence = {one.metric: readings[one.metric] for one in symptoms}
             text = "; ".join(_sentence(one, readings, limits, _steps_with(log, window, one)) for one in symptoms)
-            findings.append(Finding(step.cause, step.severity, text, evidence, _since(log, symptoms[0], limits)))
+            since = _since(log, symptoms[0], limits)
+            findings.append(Finding(step.cause, step.severity, text, evidence, since, step.instead))
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
     cell = sga_cell(readings, limits)
     return Diagnosis(tuple(findings), _span(log, window), dict(readings), _unknown(readings, limits), cell)
@@ -206,14 +210,20 @@ def _sentence(symptom: Symptom, readings: Readings, thresholds: Thresholds, step
 def _since(log: MetricsLog, symptom: Symptom, thresholds: Thresholds) -> int | None:
     """First step of the last unbroken stretch of logged steps at which the symptom held by itself."""
     found = None
+    group, _, rest = symptom.metric.partition("/")
+    metric = rest if group in _ALIASES else symptom.metric
     for row in reversed(log.rows):
-        value = row.get(f"offpolicy/{symptom.metric}")
+        value = row.get(f"{PREFIX}{metric}")
         if value is None:
             continue
         if not symptom.holds({symptom.metric: value}, thresholds):
             break
         found = int(row["step"])
     return found
+
+
+_ALIASES = ("alone", "close", "open")
+"""Readings that are a logged metric under a condition."""
 
 
 def _span(log: MetricsLog, window: int) -> tuple[int, int] | None:
@@ -242,7 +252,7 @@ _JUDGED = {
         *("weight_applied/ess_token", "weight/ess_token"),
     ),
     "clipping": ("loss/clip_region_fraction",),
-    "growth of the response length (needs 100 steps)": ("rollout/length_surge",),
+    "growth of the response length (from ten steps on)": ("rollout/length_surge",),
     "entropy": ("measured/entropy",),
 }
 

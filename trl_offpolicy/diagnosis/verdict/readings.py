@@ -7,24 +7,17 @@ tokens too, a mean is a mean with a 95 % interval, and a correlation, which one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict.course import course
+from trl_offpolicy.diagnosis.verdict.rows import FEWEST, Row, mean, scatter, values_of
 from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, INTERVAL, Readings
-from trl_offpolicy.functional.intervals import t_quantile_975
 from trl_offpolicy.run_folder.names import OTHER_WEIGHT_MEANS, ZEROED
 from trl_offpolicy.stats import PREFIX
 
-LENGTHS = (f"{PREFIX}rollout/response_length_mean", "completions/mean_length")
-BASELINE = 50
-"""Logged rows before the window with which gradients are compared."""
-FEWEST = 5
-"""Steps without which no interval and no baseline is formed."""
 _QUANTILE = 0.1
 _RATIOS = ("mismatch", "staleness", "total")
-_WEIGHTS = tuple(f"{PREFIX}{key}" for key in (*APPLIED_ESS, "weight_applied/mean"))
-Row = dict[str, float]
 
 _WORDS = {
     "_max": "largest of {steps} steps",
@@ -39,6 +32,8 @@ _DERIVED_WORDS = {
     "negative": "share of {steps} steps",
     "atleast": "bound from the means of {steps} steps",
     "collapse": "{steps} steps against those before",
+    "fallen": "mean of {steps} steps over that of the first five",
+    "learning": "mean of {steps} steps less that of 100 steps before",
 }
 
 
@@ -68,19 +63,12 @@ def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
     found: dict[str, float] = {}
     logged = {key for row in last for key in row if key.startswith(PREFIX)}
     for name in logged:
-        values = _values(last, name)
+        values = values_of(last, name)
         if not name.endswith(INTERVAL) and values:
             found |= _statistics(last, name, values, logged)
-    return (
-        found
-        | _distances(found, last, thresholds)
-        | _weights(found, last)
-        | _halves(last)
-        | _lags(found)
-        | _rewards(rows, last, thresholds)
-        | _gradients(rows, window)
-        | _surge(rows, thresholds)
-    )
+    found |= _distances(found, last, thresholds)
+    found |= _weights(found, last) | _halves(last) | _lags(found) | _reward_gap(last)
+    return found | course(rows, window, found, thresholds)
 
 
 def _statistics(last: Sequence[Row], name: str, values: list[float], logged: set[str]) -> dict[str, float]:
@@ -91,8 +79,8 @@ def _statistics(last: Sequence[Row], name: str, values: list[float], logged: set
         return {metric: min(values)}
     if metric.endswith("prob_pearson"):
         return {metric: low_quantile(values)}
-    half_width = _logged_interval(last, name) if f"{name}{INTERVAL}" in logged else _scatter(values)
-    return {metric: _mean(values)} | ({} if half_width is None else {f"{metric}{INTERVAL}": half_width})
+    half_width = _logged_interval(last, name) if f"{name}{INTERVAL}" in logged else scatter(values)
+    return {metric: mean(values)} | ({} if half_width is None else {f"{metric}{INTERVAL}": half_width})
 
 
 def low_quantile(values: Sequence[float]) -> float:
@@ -114,24 +102,6 @@ def _logged_interval(rows: Sequence[Row], name: str) -> float | None:
     return math.sqrt(math.fsum(w**2 for w in widths)) / len(widths)
 
 
-def _scatter(values: Sequence[float]) -> float | None:
-    """Half-width of the 95 % interval of the mean, from how much the steps differ; None with fewer than five steps."""
-    count = len(values)
-    if count < FEWEST:
-        return None
-    mean = _mean(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return t_quantile_975(count - 1) * math.sqrt(variance / count)
-
-
-def _values(rows: Iterable[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if math.isfinite(row.get(key, math.nan))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
     """The distances under other names: beside the noise floor, under lag, alone, or as bounds where only others are."""
     extra: dict[str, float] = {}
@@ -148,6 +118,13 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
     if variation is not None:
         extra["drift/tv"] = found[variation]
         extra |= _interval_of(found, variation, "drift/tv")
+    healthy = (
+        found.get("mismatch/kl_k3", math.inf) <= thresholds.kl_healthy
+        and found.get("mismatch/prob_pearson", -math.inf) >= thresholds.pearson_healthy
+    )
+    for name in ("mismatch/prob_diff_max", "mismatch/logp_diff_max"):
+        if name in found:
+            extra[f"{'close' if healthy else 'open'}/{name}"] = found[name]
     for group in _RATIOS:
         extra |= _only_others(found, group)
         key = f"{PREFIX}{group}/kl_k1"
@@ -171,16 +148,18 @@ def _only_others(found: Readings, group: str) -> dict[str, float]:
     if f"{group}/kl_k3" in found:
         return {}
     if f"{group}/kl_k1" in found:
-        return {f"alone/{group}/kl_k1": found[f"{group}/kl_k1"]} | _interval_of(
-            found, f"{group}/kl_k1", f"alone/{group}/kl_k1"
-        )
-    mean, largest = found.get(f"{group}/logp_diff_mean"), found.get(f"{group}/logp_diff_max")
-    if mean is None:
+        k1 = found[f"{group}/kl_k1"]
+        alone = {f"alone/{group}/kl_k1": k1} | _interval_of(found, f"{group}/kl_k1", f"alone/{group}/kl_k1")
+        # the tokens became likelier on average: E k3 = E r - 1 + k1 >= e^-k1 - 1 + k1
+        nearest = min(k1 + found.get(f"{group}/kl_k1{INTERVAL}", 0.0), 0.0)
+        return alone if nearest == 0 else {**alone, f"atleast/{group}/kl_k3": math.expm1(-nearest) + nearest}
+    middle, largest = found.get(f"{group}/logp_diff_mean"), found.get(f"{group}/logp_diff_max")
+    if middle is None:
         return {}
-    bounds = {f"atleast/{group}/kl_k3": math.expm1(-mean) + mean}
+    bounds = {f"atleast/{group}/kl_k3": math.expm1(-middle) + middle}
     if largest is not None and largest > 0:
         high = min(largest, 20.0)  # as everywhere, ratios are clamped at e^20
-        bounds[f"atmost/{group}/kl_k3"] = mean * (math.expm1(high) - high) / high
+        bounds[f"atmost/{group}/kl_k3"] = middle * (math.expm1(high) - high) / high
     return bounds
 
 
@@ -207,29 +186,36 @@ def _weights(found: Readings, last: Sequence[Row]) -> dict[str, float]:
         name = "zeroed/weight" if zeroed else "capped/weight"
         extra[name] = found["weight/truncated_fraction"]
         extra |= _interval_of(found, "weight/truncated_fraction", name)
-    mean = next((key for key in ("weight/mean", "weight_applied/mean") if key in found), None)
-    if mean is not None:
-        extra["off/weight_mean"] = abs(found[mean] - 1)
-        extra |= _interval_of(found, mean, "off/weight_mean")
-    elif means := [value for key in OTHER_WEIGHT_MEANS for value in _values(last, key)]:
-        extra["off/weight_mean"] = abs(_mean(means) - 1)
-        extra[f"off/weight_mean{INTERVAL}"] = _scatter(means) or 0.0
-    return extra
+    if "weight/mean" in found:
+        extra["off/weight_mean"] = abs(found["weight/mean"] - 1)
+        extra |= _interval_of(found, "weight/mean", "off/weight_mean")
+        return extra
+    return extra | _applied(found, last)
+
+
+def _applied(found: Readings, last: Sequence[Row]) -> dict[str, float]:
+    """Mean of the weights after cap and masks, which may be below 1 where engine and trainer agree."""
+    name = "capped/weight_mean"
+    if "weight_applied/mean" in found:
+        off = abs(found["weight_applied/mean"] - 1)
+        return {name: off, **_interval_of(found, "weight_applied/mean", name)}
+    means = [value for key in OTHER_WEIGHT_MEANS for value in values_of(last, key)]
+    return {name: abs(mean(means) - 1), f"{name}{INTERVAL}": scatter(means) or 0.0} if means else {}
 
 
 def _halves(last: Sequence[Row]) -> dict[str, float]:
     """The last half of the window over its first half, for what counts only if it goes on."""
     extra: dict[str, float] = {}
     for name, metric in (("rising", "loss/clip_region_fraction"), ("falling", "loss/entropy")):
-        values = _values(last, f"{PREFIX}{metric}")
+        values = values_of(last, f"{PREFIX}{metric}")
         half = len(values) // 2
-        if half and _mean(values[:half]) > 0:
-            extra[f"{name}/{metric}"] = _mean(values[half:]) / _mean(values[:half])
+        if half and mean(values[:half]) > 0:
+            extra[f"{name}/{metric}"] = mean(values[half:]) / mean(values[:half])
     # trainers log 0 where they measured no entropy
-    measured = [value for value in _values(last, f"{PREFIX}loss/entropy") if value > 0]
+    measured = [value for value in values_of(last, f"{PREFIX}loss/entropy") if value > 0]
     if measured:
-        extra["measured/entropy"] = _mean(measured)
-        half_width = _scatter(measured)
+        extra["measured/entropy"] = mean(measured)
+        half_width = scatter(measured)
         extra |= {} if half_width is None else {f"measured/entropy{INTERVAL}": half_width}
     return extra
 
@@ -253,91 +239,12 @@ def _lags(found: Readings) -> dict[str, float]:
     return extra
 
 
-def _rewards(rows: Sequence[Row], last: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
-    """The engine's reward against the trainer's, and how far the reward is below its best."""
-    extra: dict[str, float] = {}
+def _reward_gap(last: Sequence[Row]) -> dict[str, float]:
+    """The engine's reward against the trainer's."""
     both = [(row.get("reward", math.nan), row.get(f"{PREFIX}rollout/reward_reweighted", math.nan)) for row in last]
     pairs = [(plain, weighed) for plain, weighed in both if math.isfinite(plain) and math.isfinite(weighed)]
-    size = max((abs(_mean(side)) for side in zip(*pairs, strict=True)), default=0.0)
-    if len(pairs) >= FEWEST and size > 0:
-        gaps = [plain - weighed for plain, weighed in pairs]
-        extra["gap/reward"] = abs(_mean(gaps)) / size
-        extra[f"gap/reward{INTERVAL}"] = (_scatter(gaps) or 0.0) / size
-    drop = _reward_drop(rows, len(last), thresholds)
-    return extra if drop is None else extra | {"collapse/reward_drop": drop}
-
-
-def _reward_drop(rows: Sequence[Row], window: int, thresholds: Thresholds) -> float | None:
-    """Fall from the best mean of a window up to ``reward_drop_steps`` ago to the best one since; None = too short.
-
-    The best one since, because a run that came back once has recovered.
-    """
-    steps = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
-    if len(steps) < 2 * max(window, FEWEST):
-        return None
-    means = [
-        (steps[end][0], _mean([value for _, value in steps[end - window + 1 : end + 1]]))
-        for end in range(window - 1, len(steps))
-    ]
-    since = steps[-1][0] - thresholds.reward_drop_steps
-    before = [mean for step, mean in means if step <= since]
-    if not before or max(before) <= 0:
-        return None
-    return 1 - max(mean for step, mean in means if step > since) / max(before)
-
-
-def _gradients(rows: Sequence[Row], window: int) -> dict[str, float]:
-    """Noise of the gradient against what it was, and the spike after which the reward fell."""
-    extra: dict[str, float] = {}
-    noise = f"{PREFIX}gradient/noise"
-    logged = [row for row in rows if math.isfinite(row.get(noise, math.nan))]
-    now, earlier = logged[-window:], logged[-window - BASELINE : -window]
-    weighted = [row for row in now if _is_weighted(row)]
-    if len(earlier) >= FEWEST and median(_values(earlier, noise)) > 0:
-        extra["growth/gradient_noise"] = median(_values(now, noise)) / median(_values(earlier, noise))
-    # if weights were switched on while the run was logged, what was before has none
-    plain = [row for row in logged[-window - BASELINE :] if not _is_weighted(row)]
-    before = plain if plain else earlier
-    if len(weighted) >= FEWEST and len(before) >= FEWEST and median(_values(before, noise)) > 0:
-        extra["weighted/gradient_noise"] = median(_values(weighted, noise)) / median(_values(before, noise))
-    return extra | _spike(rows, window)
-
-
-def _is_weighted(row: Row) -> bool:
-    return any(key in row for key in _WEIGHTS)
-
-
-def _spike(rows: Sequence[Row], window: int) -> dict[str, float]:
-    """Largest gradient norm of the window over the median before it, if the reward has fallen since."""
-    norms = [
-        (place, row["grad_norm"]) for place, row in enumerate(rows) if math.isfinite(row.get("grad_norm", math.nan))
-    ]
-    now, before = norms[-window:], [value for _, value in norms[-window - BASELINE : -window]]
-    if len(before) < FEWEST or median(before) <= 0:
+    size = max((abs(mean(side)) for side in zip(*pairs, strict=True)), default=0.0)
+    if len(pairs) < FEWEST or size <= 0:
         return {}
-    place, largest = max(now, key=lambda one: one[1])
-    earlier, later = _values(rows[:place][-window:], "reward"), _values(rows[place + 1 :], "reward")
-    if min(len(earlier), len(later)) < FEWEST:
-        return {}
-    margin = (_scatter(earlier) or 0.0) + (_scatter(later) or 0.0)
-    return {"collapse/gradient_spike": largest / median(before)} if _mean(later) + margin < _mean(earlier) else {}
-
-
-def _surge(rows: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
-    """``rollout/length_surge`` as logged, else the length now over that of ``length_window`` steps before.
-
-    Both lengths are means of five logged steps. A run that is shorter than the window is measured from its start, once
-    it has ten steps.
-    """
-    logged = f"{PREFIX}rollout/length_surge"
-    if any(logged in row for row in rows[-1:]):
-        return {}  # the run's control has already measured it
-    key = next((name for name in LENGTHS if any(name in row for row in rows)), None)
-    lengths = [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
-    if len(lengths) < 10:
-        return {}
-    start = lengths[-1][0] - thresholds.length_window
-    # the first row inside the window, but early enough that the five rows from it on are not among the last five
-    first = min(next(i for i, (step, _) in enumerate(lengths) if step >= start), len(lengths) - 10)
-    before, now = _mean([v for _, v in lengths[first : first + 5]]), _mean([v for _, v in lengths[-5:]])
-    return {"rollout/length_surge": now / before} if before > 0 else {}
+    gaps = [plain - weighed for plain, weighed in pairs]
+    return {"gap/reward": abs(mean(gaps)) / size, f"gap/reward{INTERVAL}": (scatter(gaps) or 0.0) / size}

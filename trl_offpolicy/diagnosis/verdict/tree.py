@@ -29,12 +29,14 @@ half-width of the 95 % interval of that value. Beside the logged ones there are 
   bounds of k3 from the mean and the largest |log-ratio|; ``negative/<ratio>/kl_k1``: share of steps with a negative k1;
 - ``drift/tv``: total variation of current/sampling, else of old/sampling;
 - ``rejecting/ess``: only where something is dropped; ``one_term/dropped_fraction``: if only single terms were logged;
-  ``zeroed/weight``, ``capped/weight``: share of weights outside a band, at a cap; ``off/weight_mean``: |mean - 1|;
+  ``zeroed/weight``, ``capped/weight``: share of weights outside a band, at a cap; ``off/weight_mean``: |mean - 1|,
+  ``capped/weight_mean``: the same after cap and masks, where only that was logged;
+- ``close/<metric>``: a maximum over tokens where KL k3 and correlation are known to be healthy, else ``open/<metric>``;
 - ``queue/version_lag``: lag beyond that of several steps on one generation; ``uncorrected/version_lag``: the same, only
   where nothing is weighted or dropped; ``late/gradient_cosine``: the cosine, only under such a lag;
 - ``growth/gradient_noise``: over what it was; ``weighted/gradient_noise``: over what it was without weights;
 - ``measured/entropy``: over the steps that measured it; ``gap/reward``: engine's against trainer's;
-  ``collapse/reward_drop``, ``collapse/gradient_spike``."""
+- what :mod:`~.course` compares with earlier steps: ``fallen/*``, ``growth/*``, ``collapse/*``, ``learning/*``."""
 INTERVAL = "_ci95"
 CONFIDENT = "mismatch/confident_disagreement_fraction"
 """Share of tokens that the engine gave at least half and the trainer more than 2 nats less, at version lag 0."""
@@ -70,13 +72,17 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Step:
-    """A branch: any of ``any_of`` leads to ``cause`` if all of ``all_of`` hold and none of ``unless`` does."""
+    """A branch: any of ``any_of`` leads to ``cause`` if all of ``all_of`` hold and none of ``unless`` does.
+
+    ``instead`` takes the place of the cause's fix and settings where nothing is to be changed yet.
+    """
 
     cause: str
     severity: Severity
     any_of: tuple[Symptom, ...]
     all_of: tuple[Symptom, ...] = ()
     unless: tuple[Symptom, ...] = ()
+    instead: str = ""
 
     def taken(self, readings: Readings, thresholds: Thresholds) -> tuple[Symptom, ...]:
         """The symptoms that lead here; empty if the branch is not taken."""
@@ -86,6 +92,14 @@ class Step:
             return ()
         found = tuple(one for one in self.any_of if one.holds(readings, thresholds))
         return found + self.all_of if found else ()
+
+
+def _of_one_token(how: str) -> tuple[Symptom, ...]:
+    of_probabilities, of_logps = "largest difference of a token's probabilities", "largest |log-ratio| of a token"
+    return (
+        Symptom(f"{how}/mismatch/prob_diff_max", ">", "prob_diff_high", of_probabilities),
+        Symptom(f"{how}/mismatch/logp_diff_max", ">", "logp_diff_outlier", of_logps),
+    )
 
 
 _PEARSON, _KL = "mismatch/prob_pearson", "mismatch/kl_k3"
@@ -118,22 +132,45 @@ _ENGINE = (
 _ENGINE_FAR = (
     Symptom("mismatch/log_ppl_diff", ">", "log_ppl_high", "log perplexity ratio"),
     Symptom("mismatch/-log_ppl_diff", ">", "log_ppl_high", "negative log perplexity ratio"),
-    Symptom("mismatch/prob_diff_max", ">", "prob_diff_high", "largest difference of a token's probabilities"),
-    Symptom("mismatch/logp_diff_max", ">", "logp_diff_outlier", "largest |log-ratio| of a token"),
+    *_of_one_token("open"),
+)
+_MOVED = "KL k3 between the sampling and the current weights"
+_ENGINE_NEAR = (
+    Symptom(_PEARSON, "<", "pearson_healthy", "correlation of the two probabilities"),
+    Symptom(_KL, ">", "kl_healthy", "KL k3 at equal weights"),
+    Symptom("alone/mismatch/kl_k1", ">", "kl_healthy", "KL k1 at equal weights"),
+    Symptom("atleast/mismatch/kl_k3", ">", "kl_healthy", "KL k3 at equal weights, at least"),
+    Symptom("mismatch/ppl_ratio", "<", "ppl_ratio_low", "perplexity ratio, which chance puts above 1"),
+    Symptom("negative/mismatch/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
+    Symptom("negative/staleness/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
+    Symptom("off/weight_mean", ">", "weight_off", "distance of the mean weight from 1"),
+    Symptom(CONFIDENT, ">", "confident_high", "share of tokens that the engine is sure of and the trainer not"),
+    Symptom("growth/mismatch", ">", "mismatch_growth", "distance of engine and trainer over that of the start"),
 )
 _STALE = (
-    Symptom("staleness/kl_k3", ">", "kl_high", "KL k3 between the sampling and the current weights"),
+    Symptom("staleness/kl_k3", ">", "kl_high", _MOVED),
     Symptom("lagged/kl_k3", ">", "kl_high", "KL k3 of current/sampling under version lag"),
     Symptom("alone/staleness/kl_k1", ">", "kl_high", "KL k1 between the sampling and the current weights"),
     Symptom("alone/total/kl_k1", ">", "kl_high", "KL k1 of current/sampling"),
-    Symptom("atleast/staleness/kl_k3", ">", "kl_high", "KL k3 between the sampling and the current weights, at least"),
+    Symptom("atleast/staleness/kl_k3", ">", "kl_high", f"{_MOVED}, at least"),
     Symptom("uncorrected/version_lag", ">", "lag_uncorrected", "lag of a queue that nothing corrects"),
     Symptom("late/gradient_cosine", ">", "cosine_high", "cosine of successive gradients under lag"),
 )
 _NOISE_OF_WEIGHTS = Symptom("weighted/gradient_noise", ">", "noise_rising", "gradient noise over that without weights")
+_NOISE_GROWS = Symptom("growth/gradient_noise", ">", "noise_rising", "gradient noise over what it was")
+_AT_CAP = Symptom("capped/weight", ">", "dropped_high", "share of weights at the cap")
 _FLIPS = Symptom("routing/flip_fraction", ">", "flip_high", "share of routed token-layers with other experts")
 _ENTROPY = Symptom("measured/entropy", "<", "entropy_low", "entropy of the next token")
+_ENTROPY_FELL = Symptom("fallen/entropy", "<", "entropy_fallen", "over that of the start")
 _ENTROPY_FALLS = Symptom("falling/loss/entropy", "<", "entropy_falling", "its last half over its first half")
+_SURGE = Symptom("rollout/length_surge", ">", "length_surge", "response length over that of 100 steps before")
+_CUT = Symptom("growth/cut", ">", "cut_rising", "share of responses cut at the length limit less that of then")
+LEARNS = Symptom("learning/reward_gain", ">", 0.0, "gain of the reward in these steps")
+_COLLAPSE = (
+    Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),
+    Symptom("collapse/gradient_spike", ">", "gradient_spike", "gradient norm over the median before it"),
+    Symptom("collapse/entropy_rise", ">", "entropy_rising", "entropy over that of the start, while the reward fell"),
+)
 _CLIP = Symptom("loss/clip_region_fraction", ">", "clip_high", "share of clipped units")
 _CLIP_RISES = Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "its last half over its first half")
 
@@ -144,18 +181,17 @@ _ENGINE_STEPS = (
     Step(
         "engine_mismatch",
         "notice",
-        (
-            Symptom(_PEARSON, "<", "pearson_healthy", "correlation of the two probabilities"),
-            Symptom(_KL, ">", "kl_healthy", "KL k3 at equal weights"),
-            Symptom("alone/mismatch/kl_k1", ">", "kl_healthy", "KL k1 at equal weights"),
-            Symptom("atleast/mismatch/kl_k3", ">", "kl_healthy", "KL k3 at equal weights, at least"),
-            Symptom("mismatch/ppl_ratio", "<", "ppl_ratio_low", "perplexity ratio, which chance puts above 1"),
-            Symptom("negative/mismatch/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
-            Symptom("negative/staleness/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
-            Symptom("off/weight_mean", ">", "weight_off", "distance of the mean weight from 1"),
-            Symptom(CONFIDENT, ">", "confident_high", "share of tokens that the engine is sure of and the trainer not"),
-        ),
+        _ENGINE_NEAR,
         unless=(_AT_FLOOR, *_ENGINE, *_ENGINE_FAR),
+    ),
+    # a mixture of experts or a long run meets such a token now and then while all others agree
+    Step(
+        "engine_mismatch",
+        "notice",
+        _of_one_token("close"),
+        unless=(_AT_FLOOR, *_ENGINE, *_ENGINE_FAR, *_ENGINE_NEAR),
+        instead="Nothing yet: KL k3 and the correlation are healthy. Look at the worst tokens of the report; a "
+        "mixture of experts, or many tokens, has such a one now and then.",
     ),
     # the trainer against itself: a floor that is a fault of its own, which would hide all others
     Step("dropout", "critical", (_NOISY,)),
@@ -181,10 +217,11 @@ _STALENESS_STEPS = (
         "policy_staleness",
         "notice",
         (
-            Symptom("staleness/kl_k3", ">", "kl_healthy", "KL k3 between the sampling and the current weights"),
+            Symptom("staleness/kl_k3", ">", "kl_healthy", _MOVED),
             Symptom("lagged/kl_k3", ">", "kl_healthy", "KL k3 of current/sampling under version lag"),
             Symptom("alone/staleness/kl_k1", ">", "kl_healthy", "KL k1 between the sampling and the current weights"),
             Symptom("alone/total/kl_k1", ">", "kl_healthy", "KL k1 of current/sampling"),
+            Symptom("atleast/staleness/kl_k3", ">", "kl_healthy", f"{_MOVED}, at least"),
             Symptom("rollout/version_lag_max", ">", "lag_high", "age of the oldest token in optimizer steps"),
             Symptom("gradient/cosine_previous", ">", "cosine_high", "cosine of successive gradients"),
         ),
@@ -233,10 +270,16 @@ _DRIFT_STEPS = (
         "weight_variance",
         "notice",
         (
-            Symptom("growth/gradient_noise", ">", "noise_rising", "gradient noise over what it was"),
-            Symptom("capped/weight", ">", "dropped_high", "share of weights at the cap"),
+            _NOISE_GROWS,
+            _AT_CAP,
         ),
         unless=(*_VARIANCE, _NOISE_OF_WEIGHTS),
+    ),
+    Step(
+        "weight_variance",
+        "notice",
+        (Symptom("capped/weight_mean", ">", "weight_off", "distance of the mean weight from 1 after cap and masks"),),
+        unless=(*_VARIANCE, _NOISE_OF_WEIGHTS, _NOISE_GROWS, _AT_CAP, *_ENGINE),
     ),
     Step(
         "sequence_variance",
@@ -253,20 +296,25 @@ _LOSS_STEPS = (
     # 4. loss mechanics, and what is left of the policy
     Step("clip_saturation", "warning", (_CLIP,), all_of=(_CLIP_RISES,)),
     Step("clip_saturation", "notice", (_CLIP,), unless=(_CLIP_RISES,)),
+    Step("length_surge", "critical", (_SURGE,), unless=(LEARNS,)),
+    Step("length_surge", "warning", (_CUT,), unless=(_SURGE, LEARNS)),
+    # responses that grow with the reward, in a run without another symptom, are learned
     Step(
         "length_surge",
-        "critical",
-        (Symptom("rollout/length_surge", ">", "length_surge", "response length over that of 100 steps before"),),
+        "notice",
+        (_SURGE, _CUT),
+        all_of=(LEARNS,),
+        instead="Nothing yet: the reward rises with the length, and nothing else is wrong. Read some of the longest "
+        "responses (a reward can be won by length alone), and raise the length limit if many reach it.",
     ),
-    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_FALLS,)),
-    Step("entropy_collapse", "notice", (_ENTROPY,), unless=(_ENTROPY_FALLS,)),
+    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_FELL, _ENTROPY_FALLS)),
+    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), unless=(_ENTROPY_FALLS,)),
+    Step("collapse", "warning", _COLLAPSE),
     Step(
         "collapse",
-        "warning",
-        (
-            Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),
-            Symptom("collapse/gradient_spike", ">", "gradient_spike", "gradient norm over the median before it"),
-        ),
+        "notice",
+        (Symptom("collapse/reward_fall", ">", "reward_drop", "fall of the reward from its best, so far"),),
+        unless=_COLLAPSE,
     ),
 )
 

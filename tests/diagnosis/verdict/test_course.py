@@ -1,0 +1,123 @@
+"""What the doctor says of changes: a run is compared with itself, and a change that is learning is no fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trl_offpolicy.diagnosis.verdict.judge import Diagnosis, diagnose
+from trl_offpolicy.run_folder.names import translate
+from trl_offpolicy.run_folder.run_data import MetricsLog
+
+Number = float | Callable[[int], float]
+HEALTHY: dict[str, Number] = {"offpolicy/mismatch/kl_k3": 0.001, "offpolicy/mismatch/prob_pearson": 0.999}
+
+
+def judged(steps: int, metrics: dict[str, Number]) -> Diagnosis:
+    """A log with these metrics beside healthy ones: a number, or a function of the step."""
+    rows = (
+        {name: value(step) if callable(value) else value for name, value in (HEALTHY | metrics).items()}
+        for step in range(steps)
+    )
+    return diagnose(MetricsLog(tuple(translate({"step": float(step), **row}) for step, row in enumerate(rows))))
+
+
+def found(steps: int, **metrics: Any) -> list[tuple[str, str]]:
+    """Cause and severity of the findings; ``__`` stands for ``/``."""
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [(one.cause, one.severity) for one in judged(steps, named).findings]
+
+
+def growing(step: int) -> float:
+    return 1000.0 + 6 * step
+
+
+@pytest.mark.parametrize(
+    ("beside", "severity"),
+    [
+        ({"reward": lambda step: 0.2 + 0.003 * step}, "notice"),
+        ({"reward": lambda step: -2 + 0.01 * step}, "notice"),
+        ({"reward": 0.5}, "critical"),  # longer for nothing
+        ({"reward": lambda step: 0.8 - 0.001 * step}, "critical"),
+        ({}, "critical"),
+        ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__mismatch__kl_k3": 0.03}, "critical"),
+        ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__staleness__kl_k1": 0.03}, "critical"),
+        ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__loss__clip_region_fraction": 0.3}, "critical"),
+        ({"reward": lambda step: 0.2 + 0.003 * step, "entropy": lambda step: 1 - 0.005 * step}, "critical"),
+    ],
+)
+def test_responses_that_grow_with_the_reward_are_learned(beside: dict[str, Any], severity: str) -> None:
+    """R1's reasoning grows for hundreds of steps; a collapse begins with the same curve and a reward that stands."""
+    assert ("length_surge", severity) in found(150, completions__mean_length=growing, **beside)
+
+
+@pytest.mark.parametrize("key", ["completions/clipped_ratio", "response_length/clip_ratio", "rollout/truncated_ratio"])
+def test_a_length_that_the_limit_hides(key: str) -> None:
+    cut = {key: lambda step: 0.02 + 0.004 * step}
+    assert [(one.cause, one.severity) for one in judged(150, cut).findings] == [("length_surge", "warning")]
+    learned = {**cut, "reward": lambda step: 0.2 + 0.003 * step}
+    assert [(one.cause, one.severity) for one in judged(150, learned).findings] == [("length_surge", "notice")]
+    assert judged(150, {key: 0.9}).verdict == "ok"  # as it was from the beginning
+
+
+def test_an_entropy_that_was_always_low_has_not_collapsed() -> None:
+    assert found(60, entropy=0.08) == []
+    assert found(60, entropy=lambda step: 0.6 if step < 20 else 0.08) == [("entropy_collapse", "notice")]
+    falls = found(60, entropy=lambda step: 0.6 * 0.95**step)
+    assert falls == [("entropy_collapse", "warning")]
+
+
+def test_an_entropy_that_rises_is_a_fault_only_while_the_reward_falls() -> None:
+    explodes = {"entropy": lambda step: 0.3 * 1.03**step}
+    assert found(80, **explodes) == []
+    assert found(80, **explodes, reward=0.5) == []
+    fell = found(80, **explodes, reward=lambda step: 0.5 if step < 50 else 0.4)
+    assert fell == [("collapse", "warning")]
+
+
+@pytest.mark.parametrize("shift", [0.0, -0.5, -2.0])
+def test_a_reward_may_be_negative(shift: float) -> None:
+    """Up by one, then down by 0.8 for a hundred steps and more."""
+
+    def reward(step: int) -> float:
+        return shift + (step / 100 if step < 100 else 1.0 if step < 150 else 0.2)
+
+    assert found(300, reward=reward) == [("collapse", "warning")]
+    assert found(150, reward=reward) == []
+
+
+@pytest.mark.parametrize("since", [20, 60, 95])
+def test_a_fall_of_less_than_a_hundred_steps_is_said_at_once(since: int) -> None:
+    assert found(150 + since, reward=lambda step: 0.6 if step < 150 else 0.3) == [("collapse", "notice")]
+
+
+@pytest.mark.parametrize("mean", [0.5, 0.02, 0.0, -1.0])
+def test_noise_is_no_fall(mean: float) -> None:
+    """A reward that stands still, with the noise of a batch: no alarm in forty runs of 400 steps."""
+    alarms = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        noise = [draw.gauss(0, 0.03) for _ in range(400)]
+        alarms += bool(found(400, reward=lambda step, noise=noise: mean + noise[step]))
+    assert alarms == 0
+
+
+def test_a_mismatch_that_grows_is_said_before_it_is_large() -> None:
+    assert found(60, offpolicy__mismatch__kl_k3=lambda step: 0.001 + 0.0002 * step) == [("engine_mismatch", "notice")]
+    assert found(60, offpolicy__mismatch__kl_k3=lambda step: 1e-6 * 1.1**step) == []  # large only beside nothing
+    only = {
+        "offpolicy/mismatch/kl_k3": float("nan"),
+        "offpolicy/mismatch/logp_diff_mean": lambda step: 0.02 + 0.002 * step,
+    }
+    assert [one.cause for one in judged(60, only).findings] == ["engine_mismatch"]
+
+
+def test_a_negative_kl_k1_bounds_kl_k3_from_below() -> None:
+    """The mean log-ratio is 0.4: by Jensen's inequality E r >= e^0.4, so k3 is at least 0.09."""
+    seen = judged(12, {"offpolicy/staleness/kl_k1": -0.4})
+    assert seen.readings["atleast/staleness/kl_k3"] == pytest.approx(0.0918, abs=1e-4)
+    assert ("policy_staleness", "warning") in [(one.cause, one.severity) for one in seen.findings]
+    assert "atleast/staleness/kl_k3" not in judged(12, {"offpolicy/staleness/kl_k1": 0.4}).readings
