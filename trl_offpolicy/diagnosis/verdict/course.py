@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.rows import FEWEST, Row, mean, scatter, values_of
 from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, INTERVAL, Readings
+from trl_offpolicy.functional.intervals import t_quantile_975
 from trl_offpolicy.stats import PREFIX
 
+Array = NDArray[np.integer]
 LENGTHS = (f"{PREFIX}rollout/response_length_mean", "completions/mean_length")
 CUT = ("completions/clipped_ratio", "response_length/clip_ratio", "rollout/truncated_ratio")
 """Share of responses that reached the length limit, as TRL and ms-swift, verl and slime log it."""
@@ -51,9 +57,8 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
 
 
 class _Mean(NamedTuple):
-    """Mean of the reward over a window that ends at ``step``, with the half-width of its 95 % interval."""
+    """A mean of the reward and the half-width of its 95 % interval."""
 
-    step: float
     value: float
     half_width: float
 
@@ -65,26 +70,25 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
     the best whenever it was. Both are shares of the best mean, or of the range of all means where that is wider
     (rewards may be negative), and neither is given where chance explains it.
     """
-    steps = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
-    if len(steps) < 2 * max(window, FEWEST):
+    logged = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
+    if len(logged) < 2 * max(window, FEWEST):
         return {}
-    means = [_mean_of(steps[end - window : end]) for end in range(window, len(steps) + 1)]
-    since = steps[-1][0] - thresholds.reward_drop_steps
-    before, after = [one for one in means if one.step <= since], [one for one in means if one.step > since]
-    lowest = min(one.value for one in means)
-    falls = {"collapse/reward_fall": _fall(_best(means[:-window]), means[-1], lowest)}
-    if before:
-        falls["collapse/reward_drop"] = _fall(_best(before), _best(after), lowest)
+    steps, rewards = np.array(logged).T
+    windows = sliding_window_view(rewards, window)
+    means, ends = windows.mean(axis=1), steps[window - 1 :]
+    spread = windows.std(axis=1, ddof=1) if window >= FEWEST else np.zeros_like(means)
+    half_widths = t_quantile_975(max(window - 1, 1)) * spread / math.sqrt(window)
+
+    def best(which: Array) -> _Mean:
+        place = which[means[which].argmax()]
+        return _Mean(float(means[place]), float(half_widths[place]))
+
+    lowest, places = float(means.min()), np.arange(len(means))
+    falls = {"collapse/reward_fall": _fall(best(places[:-window]), best(places[-1:]), lowest)}
+    since = ends > steps[-1] - thresholds.reward_drop_steps
+    if not since.all():
+        falls["collapse/reward_drop"] = _fall(best(places[~since]), best(places[since]), lowest)
     return {name: value for name, value in falls.items() if value is not None}
-
-
-def _mean_of(steps: Sequence[tuple[float, float]]) -> _Mean:
-    rewards = [reward for _, reward in steps]
-    return _Mean(steps[-1][0], mean(rewards), scatter(rewards) or 0.0)
-
-
-def _best(means: Sequence[_Mean]) -> _Mean:
-    return max(means, key=lambda one: one.value)
 
 
 def _fall(best: _Mean, now: _Mean, lowest: float) -> float | None:
@@ -161,9 +165,9 @@ def _learning(rows: Sequence[Row], window: int, found: Readings, thresholds: Thr
         return {}
     start = rewards[-1][0] - thresholds.length_window
     first = min(next(i for i, (step, _) in enumerate(rewards) if step >= start), len(rewards) - 2 * count)
-    before, now = _mean_of(rewards[first : first + count]), _mean_of(rewards[-count:])
-    gain, half_width = now.value - before.value, math.hypot(before.half_width, now.half_width)
-    return {"learning/reward_gain": gain, f"learning/reward_gain{INTERVAL}": half_width}
+    before, now = ([reward for _, reward in part] for part in (rewards[first : first + count], rewards[-count:]))
+    half_width = math.hypot(scatter(before) or 0.0, scatter(now) or 0.0)
+    return {"learning/reward_gain": mean(now) - mean(before), f"learning/reward_gain{INTERVAL}": half_width}
 
 
 def _gradients(rows: Sequence[Row], window: int) -> dict[str, float]:
