@@ -72,9 +72,9 @@ def rising_clip(value: float, limits: Thresholds) -> set[str]:
 
 
 def jump_of_the_length(value: float, steps: int = 300) -> MetricsLog:
-    """Responses are a quarter longer from ``value`` steps before the end on; the five rows of the mean are included."""
+    """Responses are a quarter longer from ``value`` steps before the end on; the ten rows of the mean are included."""
     key = "rollout/response_length_mean"
-    return log_of([{key: 100.0 if step < steps - value + 4 else 125.0} for step in range(1, steps + 1)])
+    return log_of([{key: 100.0 if step < steps - value + 9 else 125.0} for step in range(1, steps + 1)])
 
 
 def habits(metric: str, **others: float) -> Answer:
@@ -130,7 +130,7 @@ def guard_at_growth(value: float, limits: Thresholds) -> bool:
 
 
 def guard_at_jump(value: float, limits: Thresholds) -> bool:
-    return guard_acts(jump_of_the_length(value + 4), limits)
+    return guard_acts(jump_of_the_length(value + 9), limits)
 
 
 def spread(metric: str, *values: float, steps: int = 12) -> MetricsLog:
@@ -177,6 +177,19 @@ def low_entropy(value: float, limits: Thresholds) -> set[str]:
 
 def fallen_entropy(value: float, limits: Thresholds) -> set[str]:
     return findings(spread("loss/entropy", 0.19, 0.19 * value, steps=40), limits)
+
+
+def lost_entropy(value: float, limits: Thresholds) -> set[str]:
+    """It ends at that share of its start, and a tenth lower at the end than before."""
+    return findings(spread("loss/entropy", 0.4, 0.4, 0.4 * value / 0.95, 0.4 * value / 1.05, steps=40), limits)
+
+
+def reward_lost(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("reward", 1.0, 1.0, 1 - value, steps=60), limits)
+
+
+def length_left(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("rollout/response_length_mean", 100.0, 100.0, 100.0 * value, steps=60), limits)
 
 
 def rising_entropy(value: float, limits: Thresholds) -> set[str]:
@@ -258,7 +271,7 @@ BROKEN, OFF = {"engine_mismatch critical"}, {"engine_mismatch notice"}
 VARIANCE, REJECT, BEYOND = {"weight_variance critical"}, {"rejection_limit warning"}, {"correction_limit critical"}
 SURGE = {"length_surge critical"}
 FAR, STALE, VERY_STALE = {"engine_mismatch warning"}, {"policy_staleness notice"}, {"policy_staleness warning"}
-VARIES, COLLAPSE = {"weight_variance notice"}, {"collapse warning"}
+VARIES, COLLAPSE, NOT_YET = {"weight_variance notice"}, {"collapse warning"}, {"collapse notice"}
 WALKS: dict[str, tuple[Walk, ...]] = {
     "pearson_healthy": (Walk(verdict(PEARSON), OFF, set()),),
     "pearson_broken": (
@@ -361,6 +374,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     "entropy_low": (Walk(low_entropy, {"entropy_collapse notice"}, set()),),
     "entropy_fallen": (Walk(fallen_entropy, {"entropy_collapse notice"}, set()),),
     "entropy_falling": (Walk(falling_entropy, {"entropy_collapse warning"}, {"entropy_collapse notice"}),),
+    "entropy_lost": (Walk(lost_entropy, {"entropy_collapse warning"}, {"entropy_collapse notice"}),),
     "entropy_rising": (Walk(rising_entropy, set(), COLLAPSE),),
     "cut_rising": (Walk(rising_cut, set(), {"length_surge warning"}),),
     "mismatch_growth": (Walk(growing_mismatch, set(), OFF),),
@@ -373,9 +387,14 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(verdict("routing/expert_flip_mean"), set(), {"routing notice"}),
         Walk(habits("routing/expert_flip_mean", **AGREEING), [NO_NEED], []),
     ),
-    "reward_drop": (Walk(reward_drop, set(), COLLAPSE), Walk(reward_fall, set(), {"collapse notice"})),
-    "reward_drop_steps": (Walk(drop_since, {"collapse notice"}, COLLAPSE),),
-    "gradient_spike": (Walk(gradient_spike, set(), COLLAPSE),),
+    "reward_drop": (Walk(reward_drop, set(), COLLAPSE), Walk(reward_fall, set(), NOT_YET)),
+    "reward_drop_steps": (Walk(drop_since, NOT_YET, COLLAPSE),),
+    "reward_lost": (Walk(reward_lost, {"collapse notice"}, {"collapse critical"}),),
+    "length_left": (Walk(length_left, COLLAPSE, set()),),
+    "gradient_spike": (
+        Walk(lambda value, limits: findings(spread("grad_norm", 1.0, value, steps=60), limits), set(), NOT_YET),
+        Walk(gradient_spike, set(), COLLAPSE),
+    ),
     "confident_high": (Walk(verdict("mismatch/confident_disagreement_fraction"), set(), OFF),),
     "copied_high": (Walk(verdict("rollout/copied_fraction"), set(), {"repeated_draws critical"}),),
     "sync_visible_low": (Walk(sync_rounds, True, False),),

@@ -247,6 +247,7 @@ def _verl() -> list[Case]:
             if loss not in ("kl_cov", "gpg", "bypass_mode")
         ),
         Case("actor/entropy", b.mean(b.entropies), *_of(weighed, "loss/entropy")),
+        Case("actor/entropy_loss", b.mean(b.entropies), *_of(weighed, "loss/entropy")),
         Case("response_length/mean", b.length, *_of(weighed, "rollout/response_length_mean")),
     ]
     for kind, limit in (("tv", 0.05), ("kl", 0.005)):
@@ -282,6 +283,7 @@ def _trl() -> list[Case]:
         Case("clip_ratio/region_mean", b.mean(surrogate_clipped(b, b.now - b.old)), *_of(plain, region)),
         Case("clip_ratio/region_mean", float(surrogate_clipped(b, mean).mean()), *_of(gspo, region)),
         Case("completions/mean_length", b.length, *_of(plain, "rollout/response_length_mean")),
+        Case("completion_length", b.length, *_of(plain, "rollout/response_length_mean")),
         Case("entropy", b.mean(b.entropies), *_of(plain, "loss/entropy")),
     ]
 

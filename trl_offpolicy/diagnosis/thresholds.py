@@ -81,6 +81,7 @@ class Thresholds:
     entropy_low: float = _number(0.2, "entropy of the next token (nats) below which it has collapsed", YAO)
     entropy_falling: float = _number(0.95, "last half of the window over its first half that counts as falling", OURS)
     entropy_fallen: float = _number(0.7, "entropy over that of the run's first steps that counts as fallen", OURS)
+    entropy_lost: float = _number(0.35, "the same where it has fallen so far that it is a warning", OURS)
     entropy_rising: float = _number(3.0, "entropy over that of the first steps, if the reward falls", OURS)
     cut_rising: float = _number(
         0.2, "share of responses at the length limit, less that of length_window steps before", OURS
@@ -100,6 +101,8 @@ class Thresholds:
     expert_flip_high: float = _number(1e-3, "mean rate at which an expert is chosen by one side only", CONJECTURES)
     reward_drop: float = _number(0.3, "fall of the reward from its best that is a collapse", CONJECTURES)
     reward_drop_steps: float = _number(100.0, "optimizer steps without recovery that make it one", CONJECTURES)
+    reward_lost: float = _number(0.7, "fall of the reward, with no step of ten near half of its best", OURS)
+    length_left: float = _number(0.15, "response length over the longest before: next to nothing is left", OURS)
     gradient_spike: float = _number(10.0, "gradient norm over its median before, if the reward falls", CONJECTURES)
     confident_high: float = _number(
         0.005, "share of tokens that the engine gives at least half and the trainer 2 nats less, at lag 0", OURS

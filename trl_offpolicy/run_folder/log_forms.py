@@ -21,12 +21,18 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VERL = re.compile(r"\bstep:(\d+) - (.*)")
 _PAIR = re.compile(r"([^\s:]\S*?):(\S+)")
 _PRINTED = re.compile(r"\{'[^{}]*\}")
+_NUMPY = re.compile(r"\bnp\.\w+\(([^()]*)\)")
+"""Numbers as numpy 2 prints them: ``np.float64(0.5)``."""
+_BAR = re.compile(r"^\s*\d+%\|[^|]*\|\s*(\d+)/\d+ \[")
+"""The trainer's own progress bar, which has no title."""
 _NOT_FINITE = re.compile(r"(?<![\w'\"/])(nan|-?inf)(?![\w'\"/])")
 _PANEL = re.compile(r".+ - (.+)")
 _TRAIN_STEP, _ROLLOUT_STEP = "train/step", "rollout/step"
 """slime's counts of optimizer steps and of rollouts."""
 _WHOLE_RUN = ("eval_", "train_")
 """Prefixes of printed dictionaries that are no training step."""
+_OF_A_STEP = ("loss", "reward", "grad_norm", "rewards/", "train/", "rollout/", "policy/", "actor/")
+"""What the names of a printed training step begin with, some of them at least."""
 _OF_TRL = ("train/reward", "train/completions/mean_length", "train/frac_reward_zero_std", "train/num_tokens")
 Record = tuple[int, dict[str, Any] | None]
 
@@ -72,6 +78,9 @@ def _table(path: Path) -> Iterator[dict[str, Any]]:
         names = reader.fieldnames or []
         if {"Wall time", "Value"} <= set(names):
             raise ValueError(f"{path} must name its metrics, but TensorBoard's CSV holds one without its name.")
+        columns = [column for name in names if name and (column := _column(name))]
+        if twice := sorted({column for column in columns if columns.count(column) > 1}):
+            raise ValueError(f"{path} must hold one run, but {', '.join(twice)} is there of several.")
         for row in reader:
             yield {_column(name): _number(cell) for name, cell in row.items() if name and cell and _column(name)}
 
@@ -92,15 +101,20 @@ def _number(cell: str) -> float | str:
 
 
 def _lines(path: Path) -> Iterator[Record]:
-    printed = 0
+    printed, before = 0, None
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            text = _COLOUR.sub("", line).strip()
+            text = _NUMPY.sub(r"\1", _COLOUR.sub("", line)).strip()
             if not text:
                 continue
+            # tqdm writes over its own line, so the last part of it counts
+            bar = _BAR.match(text.rpartition("\r")[2])
+            printed = max(printed, int(bar[1]) - 1) if bar else printed
             row = _json_object(text) or _verl_line(text) or _printed(text)
             if row is not None and _is_stepless(row) and "{'" in text:
-                printed += 1
+                if row == before:
+                    continue  # every process prints it
+                before, printed = row, printed + 1
                 row = {"step": printed, **row}
             if row is not None or path.suffix == ".jsonl":
                 yield number, row
@@ -145,6 +159,8 @@ def _is_stepless(row: Mapping[str, Any]) -> bool:
     """True for a printed training step that does not say which one it is."""
     if any(name == "step" or name.endswith(("/step", "global_step", "_step")) for name in row):
         return False
+    if any(name.startswith("eval_") for name in row) or not any(name.startswith(_OF_A_STEP) for name in row):
+        return False
     return not all(name.startswith(_WHOLE_RUN) or name == "epoch" for name in row)
 
 
@@ -183,6 +199,8 @@ def _without_trainer_prefix(found: list[Record]) -> Iterator[Record]:
 def not_finite(rows: Iterable[Mapping[str, float]], names: Iterable[str]) -> dict[str, int]:
     """Metrics that are NaN or infinite from some step on until the last row, with that step.
 
+    A gradient norm of exactly 0 after that is no recovery: weights without a number have none.
+
     Example:
         >>> rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": float("nan")}]
         >>> not_finite(rows, ["loss"])
@@ -192,7 +210,8 @@ def not_finite(rows: Iterable[Mapping[str, float]], names: Iterable[str]) -> dic
     for row in rows:
         for name in names:
             if name in row and math.isfinite(row[name]):
-                since.pop(name, None)
+                if not (name.endswith("grad_norm") and row[name] == 0):
+                    since.pop(name, None)
             elif name in row:
                 since.setdefault(name, int(row["step"]))
     return since

@@ -111,6 +111,7 @@ _VERL: dict[str, tuple[Name, ...]] = {
         Name("total/kl_k1", losses=_BYPASS),
     ),
     "actor/entropy": (Name("loss/entropy"),),
+    "actor/entropy_loss": (Name("loss/entropy", without="actor/entropy"),),
     "response_length/mean": (Name("rollout/response_length_mean"),),
     "critic/score/mean": (Name("reward"),),
     "actor/grad_norm": (Name("grad_norm"),),
@@ -122,6 +123,7 @@ _TRL = {
     "sampling/importance_sampling_ratio/max": (Name("weight_applied/max"),),
     "clip_ratio/region_mean": (Name("loss/clip_region_fraction"),),
     "completions/mean_length": (Name("rollout/response_length_mean"),),
+    "completion_length": (Name("rollout/response_length_mean", without="completions/mean_length"),),
     "entropy": (Name("loss/entropy"),),
 }
 _TOKEN_TIS, _OUTLIERS = "*tis_token_clip_high_ratio", "*outlier_seq_masked_ratio"
@@ -199,6 +201,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "response_length/mean": f"{_WITH_TOOLS}, and aborted responses count",
         "sampling/sampling_logp_difference/mean": "the mean of the micro-batches' means",
         "completions/mean_length": _WITH_TOOLS,
+        "completion_length": _WITH_TOOLS,
         "generate/avg_num_tokens": _WITH_TOOLS,
         "rollout/response_len/mean": _WITH_TOOLS,
         "rollout_correction/ess": "of weights raised to at least 1 / threshold",

@@ -20,7 +20,10 @@ END_OF_RUN_PREFIX = "train_"
 """Prefix of the keys in TRL's last row (``train_runtime``, ``train_loss``, ...): one number for the whole run."""
 
 _KEPT, _DROPPED = "offpolicy/kept/", "offpolicy/keep/dropped_token_fraction"
-_BOOKKEEPING = frozenset({*STEP_KEYS, TIME, "epoch", "num_tokens"})
+_BOOKKEEPING = frozenset(
+    {*STEP_KEYS, TIME, "epoch", "num_tokens", "train/epoch", "_timestamp", "_runtime", "rollout/step"}
+)
+_EVALUATION = (EVAL_PREFIX, "eval/", "val/", "val-", "test/")
 
 
 class Series(NamedTuple):
@@ -206,10 +209,22 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The training entries of a row, with null as NaN; empty if it has none besides step, time and epoch."""
-    skip = (EVAL_PREFIX, END_OF_RUN_PREFIX)
-    training = {key: value for key, value in record.items() if not key.startswith(skip)}
-    row = {k: math.nan if v is None else float(v) for k, v in training.items() if v is None or _is_number(v)}
+    skip = (*_EVALUATION, END_OF_RUN_PREFIX)
+    training = {key: _number(value) for key, value in record.items() if not key.startswith(skip)}
+    row = {key: value for key, value in training.items() if value is not None}
     return row if row.keys() - _BOOKKEEPING else {}
+
+
+def _number(value: object) -> float | None:
+    """The number, also in quotes (W&B writes "NaN" and "Infinity" so); null is NaN; None = no number."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if _is_number(value) else None
 
 
 def _without_empty(row: dict[str, float]) -> dict[str, float]:

@@ -40,13 +40,14 @@ def growing(step: int) -> float:
     [
         ({"reward": lambda step: 0.2 + 0.003 * step}, "notice"),
         ({"reward": lambda step: -2 + 0.01 * step}, "notice"),
-        ({"reward": 0.5}, "critical"),  # longer for nothing
+        ({"reward": lambda step: 0.2 + 0.003 * step, "entropy": lambda step: 1 - 0.005 * step}, "notice"),
+        ({"reward": 0.5}, "warning"),  # longer for nothing
+        ({"reward": 0.5, "offpolicy__mismatch__kl_k3": 0.03}, "critical"),
         ({"reward": lambda step: 0.8 - 0.001 * step}, "critical"),
         ({}, "critical"),
         ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__mismatch__kl_k3": 0.03}, "critical"),
         ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__staleness__kl_k1": 0.03}, "critical"),
         ({"reward": lambda step: 0.2 + 0.003 * step, "offpolicy__loss__clip_region_fraction": 0.3}, "critical"),
-        ({"reward": lambda step: 0.2 + 0.003 * step, "entropy": lambda step: 1 - 0.005 * step}, "critical"),
     ],
 )
 def test_responses_that_grow_with_the_reward_are_learned(beside: dict[str, Any], severity: str) -> None:
@@ -80,13 +81,55 @@ def test_an_entropy_that_rises_is_a_fault_only_while_the_reward_falls() -> None:
 
 @pytest.mark.parametrize("shift", [0.0, -0.5, -2.0])
 def test_a_reward_may_be_negative(shift: float) -> None:
-    """Up by one, then down by 0.8 for a hundred steps and more."""
+    """Up by one, then down by half for a hundred steps and more."""
 
     def reward(step: int) -> float:
-        return shift + (step / 100 if step < 100 else 1.0 if step < 150 else 0.2)
+        return shift + (step / 100 if step < 100 else 1.0 if step < 150 else 0.5)
 
     assert found(300, reward=reward) == [("collapse", "warning")]
     assert found(150, reward=reward) == []
+
+
+@pytest.mark.parametrize("shift", [0.0, -0.5, -2.0])
+@pytest.mark.parametrize("since", [15, 60, 200])
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_reward_that_is_lost_is_critical_at_once(shift: float, since: int, every: int) -> None:
+    """From 0.8 to 0.02 of the way, also in a log of every tenth step."""
+    draw = random.Random(since)
+
+    def reward(step: int) -> float:
+        way = min(step / 100, 0.8) if step < 200 else 0.02
+        return shift + way + draw.gauss(0, 0.02)
+
+    steps = range(0, 200 + since * every, every) if every > 1 else range(200 + since)
+    rows = tuple(translate({"step": float(step), "reward": reward(step), "entropy": 0.5}) for step in steps)
+    (finding,) = diagnose(MetricsLog(rows)).findings
+    assert (finding.cause, finding.severity) == ("collapse", "critical")
+
+
+def test_responses_that_shrink_to_nothing() -> None:
+    """A reward won by empty responses: it does not fall."""
+    short = found(120, completions__mean_length=lambda step: 400.0 * 0.95**step, reward=0.9)
+    assert short == [("collapse", "warning")]
+    assert found(120, completions__mean_length=lambda step: 400.0 * 0.99**step, reward=0.9) == []
+
+
+def test_a_gradient_that_stays_large_is_said_before_the_reward_falls() -> None:
+    assert found(60, grad_norm=lambda step: 0.3 if step < 40 else 30.0, reward=0.5) == [("collapse", "notice")]
+    assert found(60, grad_norm=lambda step: 30.0 if step == 40 else 0.3, reward=0.5) == []
+
+
+def test_noise_of_the_lengths_is_no_surge() -> None:
+    """Batches whose mean length scatters by a third of it: no surge in forty runs."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        noise = [draw.gauss(0, 80) for _ in range(150)]
+        assert found(150, completions__mean_length=lambda step, noise=noise: 250.0 + noise[step]) == []
+
+
+def test_lengths_that_come_back_are_no_surge() -> None:
+    """Easy and hard parts of the data take turns."""
+    assert found(400, completions__mean_length=lambda step: 400.0 if step // 60 % 2 else 250.0) == []
 
 
 @pytest.mark.parametrize("since", [20, 60, 95])

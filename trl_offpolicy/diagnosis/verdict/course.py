@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.verdict.rows import FEWEST, Row, mean, scatter, values_of
+from trl_offpolicy.diagnosis.verdict.rows import FEWEST, Row, mean, scatter, values_of, wobble
 from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, INTERVAL, Readings
 from trl_offpolicy.functional.intervals import t_quantile_975
 from trl_offpolicy.stats import PREFIX
@@ -25,11 +25,15 @@ Array = NDArray[np.integer]
 LENGTHS = (f"{PREFIX}rollout/response_length_mean", "completions/mean_length")
 CUT = ("completions/clipped_ratio", "response_length/clip_ratio", "rollout/truncated_ratio")
 """Share of responses that reached the length limit, as TRL and ms-swift, verl and slime log it."""
+_SIDE = 10
+"""Rows of which a length is a mean."""
 BASELINE = 50
 """Logged rows before the window with which gradients are compared."""
 _CHANCE = 2.0
 """Times both intervals that a fall must exceed: the best of many means is high by chance. Of forty runs of 400 steps
 with a reward that stands still and the noise of a batch, none was called a collapse (``test_course.py``)."""
+_ALL_OF, _HALF = 10, 0.5
+"""A lost reward: that many last rows, none of which reaches this share of the best mean."""
 _WEIGHTS = tuple(f"{PREFIX}{key}" for key in (*APPLIED_ESS, "weight_applied/mean"))
 _DISTANCES = tuple(
     f"{bound}{ratio}/{kl}"
@@ -48,51 +52,71 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
         thresholds: over how many steps length and reward are compared.
     """
     rewards = _falls(rows, window, thresholds)
+    # no KL beyond what is healthy and no saturated clip: such a run may grow because it learns
+    far = any(found.get(name, 0.0) > thresholds.kl_healthy for name in _DISTANCES)
+    sane = not far and found.get("loss/clip_region_fraction", 0.0) <= thresholds.clip_high
+    if sane:
+        rewards |= _learning(rows, window, thresholds)
+    else:
+        rewards.pop("holds/reward", None)
     entropy = _entropy(rows, window)
     rise = entropy.pop("risen/entropy", None)
     if rise is not None and "collapse/reward_fall" in rewards:
         rewards["collapse/entropy_rise"] = rise  # of a run that still learns it is exploration
     growth = _lengths(rows, thresholds) | _gradients(rows, window) | _mismatch(rows, window, thresholds)
-    return rewards | entropy | growth | _learning(rows, window, {**found, **entropy}, thresholds)
+    return rewards | entropy | growth
 
 
 class _Mean(NamedTuple):
-    """A mean of the reward and the half-width of its 95 % interval."""
+    """A mean over rows that begin at ``place``, and the half-width of its 95 % interval."""
 
     value: float
     half_width: float
+    place: int = 0
 
 
 def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str, float]:
-    """``collapse/reward_drop``: fall from the best mean of a window up to ``reward_drop_steps`` ago to the best since.
+    """How far the reward is below its best.
 
-    The best one since, because a run that came back once has recovered. ``collapse/reward_fall``: to the last one, from
-    the best whenever it was. Both are shares of the best mean, or of the range of all means where that is wider
-    (rewards may be negative), and neither is given where chance explains it.
+    - ``collapse/reward_drop``: from the best mean up to ``reward_drop_steps`` ago to the best one since, because a run
+      that came back once has recovered;
+    - ``collapse/reward_fall``: from the best mean to that of the last rows;
+    - ``collapse/reward_lost``: the same, where not one of the last ten rows reaches half of the best mean;
+    - ``holds/reward``: 1 if the last rows are as good as the best ones, less a tenth or what chance allows; else 0.
+
+    Means are of up to ``window`` rows, of fewer in a short log. Falls are shares of the best mean, or of the range of
+    all means where that is wider (rewards may be negative), and not given where chance explains them.
     """
     logged = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
-    if len(logged) < 2 * max(window, FEWEST):
+    size = max(min(window, len(logged) // 6), FEWEST)
+    if len(logged) < 2 * size:
         return {}
     steps, rewards = np.array(logged).T
-    windows = sliding_window_view(rewards, window)
-    means, ends = windows.mean(axis=1), steps[window - 1 :]
-    spread = windows.std(axis=1, ddof=1) if window >= FEWEST else np.zeros_like(means)
-    half_widths = t_quantile_975(max(window - 1, 1)) * spread / math.sqrt(window)
+    windows = sliding_window_view(rewards, size)
+    means, ends = windows.mean(axis=1), steps[size - 1 :]
+    half_widths = t_quantile_975(size - 1) * windows.std(axis=1, ddof=1) / math.sqrt(size)
 
     def best(which: Array) -> _Mean:
         place = which[means[which].argmax()]
         return _Mean(float(means[place]), float(half_widths[place]))
 
-    lowest, places = float(means.min()), np.arange(len(means))
-    falls = {"collapse/reward_fall": _fall(best(places[:-window]), best(places[-1:]), lowest)}
+    places = np.arange(len(means))
+    before, now, lowest = best(places[:-size]), best(places[-1:]), float(means.min())
+    falls = {"collapse/reward_fall": _fall(before, now, lowest)}
     since = ends > steps[-1] - thresholds.reward_drop_steps
     if not since.all():
         falls["collapse/reward_drop"] = _fall(best(places[~since]), best(places[since]), lowest)
-    return {name: value for name, value in falls.items() if value is not None}
+    found = {name: value for name, value in falls.items() if value is not None}
+    scale = max(before.value, before.value - lowest)
+    if "collapse/reward_fall" in found and len(rewards) >= 2 * _ALL_OF:
+        reached = (before.value - float(rewards[-_ALL_OF:].max())) / scale
+        found |= {"collapse/reward_lost": found["collapse/reward_fall"]} if reached > _HALF else {}
+    margin = max(scale / 10, math.hypot(before.half_width, now.half_width))
+    return {**found, "holds/reward": float(before.value - now.value <= margin)}
 
 
 def _fall(best: _Mean, now: _Mean, lowest: float) -> float | None:
-    size, fall = max(abs(best.value), best.value - lowest), best.value - now.value
+    size, fall = max(best.value, best.value - lowest), best.value - now.value
     return fall / size if size > 0 and fall > _CHANCE * (best.half_width + now.half_width) else None
 
 
@@ -122,43 +146,56 @@ def _mismatch(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[
 
 
 def _lengths(rows: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
-    """``rollout/length_surge`` as logged, else the length now over that of ``length_window`` steps before.
+    """What the lengths of responses were ``length_window`` steps before, and are now.
 
-    ``growth/cut``: share of responses at the length limit less that of then. A mean length cannot grow beyond it.
+    - ``rollout/length_surge`` as logged, else the ratio of both, unless responses had been as long even earlier;
+    - ``growth/cut``: share of responses at the length limit less that of then: a mean cannot grow beyond the limit;
+    - ``collapse/length_left``: the median of the last ten rows over the longest mean of ten before.
     """
     extra: dict[str, float] = {}
-    before, now = _then_and_now(rows, LENGTHS, thresholds)
+    lengths = _of_first(rows, LENGTHS)
+    pair = _then_and_now(lengths, thresholds)
     # the run's control may have measured it already
-    if before > 0 and not any(f"{PREFIX}rollout/length_surge" in row for row in rows[-1:]):
-        extra["rollout/length_surge"] = now / before
-    before, now = _then_and_now(rows, CUT, thresholds)
-    return extra if math.isnan(before) else extra | {"growth/cut": now - before}
+    if pair is not None and pair[0].value > 0 and not any(f"{PREFIX}rollout/length_surge" in row for row in rows[-1:]):
+        before, now = pair
+        ratio = now.value / before.value
+        size = min(_SIDE, len(lengths) // 2)
+        means = sliding_window_view([value for _, value in lengths[:-size]], size).mean(axis=1)
+        if ratio <= 1 or now.value > means[: before.place + 1].max():
+            noise = math.hypot(before.half_width / before.value, now.half_width / max(now.value, 1e-9))
+            extra |= {"rollout/length_surge": ratio, f"rollout/length_surge{INTERVAL}": ratio * noise}
+        if size == _SIDE:
+            extra["collapse/length_left"] = median(value for _, value in lengths[-size:]) / float(means.max())
+    pair = _then_and_now(_of_first(rows, CUT), thresholds)
+    if pair is not None:
+        noise = math.hypot(pair[0].half_width, pair[1].half_width)
+        extra |= {"growth/cut": pair[1].value - pair[0].value, f"growth/cut{INTERVAL}": noise}
+    return extra
 
 
-def _then_and_now(rows: Sequence[Row], names: Sequence[str], thresholds: Thresholds) -> tuple[float, float]:
-    """Means of five logged steps, ``length_window`` steps before and now; NaN with fewer than ten steps.
+def _of_first(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[float, float]]:
+    """Step and value of the first of these metrics that was logged."""
+    key = next((name for name in names if any(name in row for row in rows)), None)
+    return [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
+
+
+def _then_and_now(values: Sequence[tuple[float, float]], thresholds: Thresholds) -> tuple[_Mean, _Mean] | None:
+    """Means of up to ten rows, ``length_window`` steps before and now; None with fewer than ten rows in all.
 
     A run that is shorter than the window is measured from its start.
     """
-    key = next((name for name in names if any(name in row for row in rows)), None)
-    values = [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
-    if len(values) < 2 * FEWEST:
-        return math.nan, math.nan
+    size = min(_SIDE, len(values) // 2)
+    if size < FEWEST:
+        return None
     start = values[-1][0] - thresholds.length_window
-    # the first row inside the window, but early enough that the five rows from it on are not among the last five
-    first = min(next(i for i, (step, _) in enumerate(values) if step >= start), len(values) - 2 * FEWEST)
-    return mean([v for _, v in values[first : first + FEWEST]]), mean([v for _, v in values[-FEWEST:]])
+    # the first row inside the window, but early enough that the rows from it on are not among the last ones
+    first = min(next(i for i, (step, _) in enumerate(values) if step >= start), len(values) - 2 * size)
+    before, now = ([value for _, value in part] for part in (values[first : first + size], values[-size:]))
+    return _Mean(mean(before), wobble(before), first), _Mean(mean(now), wobble(now), len(values) - size)
 
 
-def _learning(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresholds) -> dict[str, float]:
-    """``learning/reward_gain``: the reward less that of ``length_window`` steps before, in a run sane otherwise.
-
-    Sane: no KL beyond ``kl_healthy``, no saturated clip, no fall of the entropy.
-    """
-    far = any(found.get(name, 0.0) > thresholds.kl_healthy for name in _DISTANCES)
-    clipped = found.get("loss/clip_region_fraction", 0.0) > thresholds.clip_high
-    if far or clipped or found.get("fallen/entropy", 1.0) < thresholds.entropy_fallen:
-        return {}
+def _learning(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str, float]:
+    """``learning/reward_gain``: the reward less that of ``length_window`` steps before."""
     rewards = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
     count = min(window, len(rewards) // 2)
     if count < FEWEST:
@@ -184,7 +221,7 @@ def _gradients(rows: Sequence[Row], window: int) -> dict[str, float]:
     before = plain if plain else earlier
     if len(weighted) >= FEWEST and len(before) >= FEWEST and median(values_of(before, noise)) > 0:
         extra["weighted/gradient_noise"] = median(values_of(weighted, noise)) / median(values_of(before, noise))
-    return extra | _spike(rows, window)
+    return extra | _spike(rows, window) | _level(rows)
 
 
 def _is_weighted(row: Row) -> bool:
@@ -205,3 +242,12 @@ def _spike(rows: Sequence[Row], window: int) -> dict[str, float]:
         return {}
     margin = (scatter(earlier) or 0.0) + (scatter(later) or 0.0)
     return {"collapse/gradient_spike": largest / median(before)} if mean(later) + margin < mean(earlier) else {}
+
+
+def _level(rows: Sequence[Row]) -> dict[str, float]:
+    """``collapse/gradient_level``: median of the last ten gradient norms over that of up to 50 before."""
+    norms = values_of(rows, "grad_norm")
+    now, before = norms[-_ALL_OF:], norms[-_ALL_OF - BASELINE : -_ALL_OF]
+    if len(before) < _ALL_OF or median(before) <= 0:
+        return {}
+    return {"collapse/gradient_level": median(now) / median(before)}

@@ -18,6 +18,7 @@ from trl_offpolicy.diagnosis.verdict.tree import (
     TREE,
     Readings,
     Severity,
+    Step,
     Symptom,
     Verdict,
 )
@@ -179,17 +180,25 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
         before = tuple(row for row in log.rows if row[STEP] < log.broken[1])
         return replace(diagnose(replace(log, rows=before, broken=None), limits, window=window), broken=log.broken)
     readings = read(log.rows, window, limits)
-    findings = []
+    taken: dict[str, list[Step]] = {}
     for step in TREE:
-        symptoms = step.taken(readings, limits)
-        if symptoms:
-            evidence = {one.metric: readings[one.metric] for one in symptoms}
-            text = "; ".join(_sentence(one, readings, limits, _steps_with(log, window, one)) for one in symptoms)
-            since = _since(log, symptoms[0], limits)
-            findings.append(Finding(step.cause, step.severity, text, evidence, since, step.instead))
+        if step.taken(readings, limits):
+            taken.setdefault(step.cause, []).append(step)
+    findings = [_finding(log, steps, readings, limits, window) for steps in taken.values()]
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
     cell = sga_cell(readings, limits)
     return Diagnosis(tuple(findings), _span(log, window), dict(readings), _unknown(readings, limits), cell)
+
+
+def _finding(log: MetricsLog, steps: list[Step], readings: Readings, limits: Thresholds, window: int) -> Finding:
+    """What the most severe of the branches that lead to one cause say."""
+    severity = max((step.severity for step in steps), key=SEVERITIES.index)
+    worst = [step for step in steps if step.severity == severity]
+    symptoms = tuple(dict.fromkeys(one for step in worst for one in step.taken(readings, limits)))
+    evidence = {one.metric: readings[one.metric] for one in symptoms}
+    text = "; ".join(_sentence(one, readings, limits, _steps_with(log, window, one)) for one in symptoms)
+    instead = worst[0].instead if len(worst) == 1 else ""
+    return Finding(worst[0].cause, severity, text, evidence, _since(log, symptoms[0], limits), instead)
 
 
 def _steps_with(log: MetricsLog, window: int, symptom: Symptom) -> int:

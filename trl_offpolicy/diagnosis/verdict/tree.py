@@ -1,6 +1,7 @@
 """The decision tree as data: which symptom leads to which cause, in the order in which they are tested.
 
-A branch is taken if any of its symptoms holds and none of its exceptions does. Metrics are named without their
+A branch is taken if any of its symptoms holds and none of its exceptions does; of the branches that lead to one cause
+the most severe ones count. Metrics are named without their
 ``offpolicy/`` prefix, thresholds by their field in :class:`~trl_offpolicy.diagnosis.thresholds.Thresholds`.
 Source: Liu 2026, "Off-Policy Drift in LLM RL", section "Diagnosing and fixing off-policy drift: a decision tree".
 """
@@ -162,14 +163,16 @@ _AT_CAP = Symptom("capped/weight", ">", "dropped_high", "share of weights at the
 _FLIPS = Symptom("routing/flip_fraction", ">", "flip_high", "share of routed token-layers with other experts")
 _ENTROPY = Symptom("measured/entropy", "<", "entropy_low", "entropy of the next token")
 _ENTROPY_FELL = Symptom("fallen/entropy", "<", "entropy_fallen", "over that of the start")
+_ENTROPY_LOST = replace(_ENTROPY_FELL, threshold="entropy_lost")
 _ENTROPY_FALLS = Symptom("falling/loss/entropy", "<", "entropy_falling", "its last half over its first half")
 _SURGE = Symptom("rollout/length_surge", ">", "length_surge", "response length over that of 100 steps before")
 _CUT = Symptom("growth/cut", ">", "cut_rising", "share of responses cut at the length limit less that of then")
 LEARNS = Symptom("learning/reward_gain", ">", 0.0, "gain of the reward in these steps")
+_HOLDS = Symptom("holds/reward", ">", 0.0, "reward still at its best")
 _COLLAPSE = (
-    Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),
     Symptom("collapse/gradient_spike", ">", "gradient_spike", "gradient norm over the median before it"),
     Symptom("collapse/entropy_rise", ">", "entropy_rising", "entropy over that of the start, while the reward fell"),
+    Symptom("collapse/length_left", "<", "length_left", "response length over the longest before"),
 )
 _CLIP = Symptom("loss/clip_region_fraction", ">", "clip_high", "share of clipped units")
 _CLIP_RISES = Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "its last half over its first half")
@@ -296,8 +299,8 @@ _LOSS_STEPS = (
     # 4. loss mechanics, and what is left of the policy
     Step("clip_saturation", "warning", (_CLIP,), all_of=(_CLIP_RISES,)),
     Step("clip_saturation", "notice", (_CLIP,), unless=(_CLIP_RISES,)),
-    Step("length_surge", "critical", (_SURGE,), unless=(LEARNS,)),
-    Step("length_surge", "warning", (_CUT,), unless=(_SURGE, LEARNS)),
+    Step("length_surge", "critical", (_SURGE,), unless=(LEARNS, _HOLDS)),
+    Step("length_surge", "warning", (_SURGE, _CUT), unless=(LEARNS,)),
     # responses that grow with the reward, in a run without another symptom, are learned
     Step(
         "length_surge",
@@ -307,14 +310,32 @@ _LOSS_STEPS = (
         instead="Nothing yet: the reward rises with the length, and nothing else is wrong. Read some of the longest "
         "responses (a reward can be won by length alone), and raise the length limit if many reach it.",
     ),
-    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_FELL, _ENTROPY_FALLS)),
-    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), unless=(_ENTROPY_FALLS,)),
+    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
+    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
+    Step(
+        "collapse",
+        "critical",
+        (
+            Symptom(
+                "collapse/reward_lost", ">", "reward_lost", "fall of the reward from its best, in each of ten steps"
+            ),
+        ),
+    ),
     Step("collapse", "warning", _COLLAPSE),
+    # a reward that rises again since a harder part of the data began has not collapsed
+    Step(
+        "collapse",
+        "warning",
+        (Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),),
+        unless=(LEARNS,),
+    ),
     Step(
         "collapse",
         "notice",
-        (Symptom("collapse/reward_fall", ">", "reward_drop", "fall of the reward from its best, so far"),),
-        unless=_COLLAPSE,
+        (
+            Symptom("collapse/reward_fall", ">", "reward_drop", "fall of the reward from its best, so far"),
+            Symptom("collapse/gradient_level", ">", "gradient_spike", "gradient norm over the median before"),
+        ),
     ),
 )
 
