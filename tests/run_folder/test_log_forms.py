@@ -7,6 +7,7 @@ The lines have the form of those that people pasted in the frameworks' issues (v
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,76 @@ def test_a_log_of_ms_swift_is_answered_in_its_arguments(tmp_path: Path) -> None:
     seen = examine(tmp_path / "logging.jsonl")
     assert seen.frameworks[0] == "ms-swift" and [one.cause for one in seen.diagnosis.findings] == ["engine_mismatch"]
     assert seen.advice is not None and "torch_dtype: float16" in seen.advice.yaml
+
+
+def test_numbers_as_numpy_prints_them(tmp_path: Path) -> None:
+    """verl prints ``np.float64(0.5)`` under numpy 2, and TRL's dictionaries may hold them too."""
+    line = "step:3 - actor/grad_norm:np.float64(nan) - critic/score/mean:np.float32(0.5) - actor/entropy:0.2\n"
+    (row,) = read(tmp_path, "verl.log", line).rows
+    assert row["reward"] == 0.5 and math.isnan(row["grad_norm"]) and row["offpolicy/loss/entropy"] == 0.2
+    (row,) = read(tmp_path, "trl.log", "{'loss': np.float64(0.25), 'reward': np.float64(1.5)}\n").rows
+    assert row["loss"] == 0.25 and row["reward"] == 1.5
+
+
+def test_an_evaluation_does_not_erase_the_training_step(tmp_path: Path) -> None:
+    """W&B's history has a row of its own for it, with a time and the same step."""
+    rows = []
+    for step in range(5):
+        rows.append(
+            {"_step": 2 * step, "train/global_step": step, "train/reward": 0.5, "_timestamp": 1.0, "_runtime": 1}
+        )
+        rows.append(
+            {"_step": 2 * step + 1, "train/global_step": step, "eval/reward": 0.9, "_timestamp": 2.0, "_runtime": 2}
+        )
+    log = read(tmp_path, "wandb.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert log.series("reward").values == [0.5] * 5 and log.repeated_rows == 0
+
+
+@pytest.mark.parametrize("spelling", ['"NaN"', '"Infinity"', '"-Infinity"', "NaN", "null"])
+def test_every_spelling_of_no_number(tmp_path: Path, spelling: str) -> None:
+    text = "".join(
+        f'{{"step": {step}, "reward": 0.5, "grad_norm": {"0.1" if step < 20 else spelling}}}\n' for step in range(25)
+    )
+    assert read(tmp_path, "log.jsonl", text).broken == ("grad_norm", 20)
+
+
+def test_a_gradient_of_zero_after_nan_is_no_recovery(tmp_path: Path) -> None:
+    norms = ["0.1"] * 20 + ["NaN"] * 3 + ["0.0"] * 10
+    text = "".join(f'{{"step": {step}, "reward": 0.5, "grad_norm": {norm}}}\n' for step, norm in enumerate(norms))
+    assert read(tmp_path, "log.jsonl", text).broken == ("grad_norm", 20)
+    again = text + '{"step": 33, "reward": 0.5, "grad_norm": 0.2}\n'
+    assert read(tmp_path, "again.jsonl", again).broken is None
+
+
+def test_only_training_steps_of_the_console_are_counted(tmp_path: Path) -> None:
+    """A configuration, an evaluation with names of its own, and the same line of a second process are none."""
+    step = "{'loss': 0.1, 'reward': 0.5, 'grad_norm': 0.2}\n"
+    other = "{'loss': 0.1, 'reward': 0.6, 'grad_norm': 0.2}\n"
+    text = (
+        "{'learning_rate': 1e-06, 'seed': 42}\n"
+        + step
+        + step
+        + "{'eval_loss': 0.1, 'reward': 9.0, 'epoch': 1}\n"
+        + other
+    )
+    log = read(tmp_path, "trl.log", text)
+    assert log.steps == [1, 2] and log.series("reward").values == [0.5, 0.6]
+
+
+def test_the_trainers_own_bar_says_which_step_it_is(tmp_path: Path) -> None:
+    """With ``logging_steps: 5`` the tenth printed row is step 50."""
+    text = "Loading checkpoint shards: 100%|####| 80/80 [00:01<00:00]\n"
+    for step in range(5, 55, 5):
+        text += f"  {step}%|##   | {step - 1}/100 [00:10<01:20,  3.6s/it]\r  {step}%|##   | {step}/100 [00:10<01:20]\n"
+        text += f"{{'loss': 0.1, 'reward': {step / 100}}}\n"
+    assert read(tmp_path, "trl.log", text).steps == list(range(5, 55, 5))
+
+
+def test_two_runs_in_one_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"panel.csv must hold one run, but reward is there of several\.$"):
+        read(tmp_path, "panel.csv", "Step,one - reward,other - reward\n1,0.5,0.6\n")
+
+
+def test_older_names_of_length_and_entropy(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, "log.jsonl", '{"step": 1, "completion_length": 80, "actor/entropy_loss": 0.4}\n').rows
+    assert row["offpolicy/rollout/response_length_mean"] == 80 and row["offpolicy/loss/entropy"] == 0.4

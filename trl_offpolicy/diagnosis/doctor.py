@@ -184,7 +184,7 @@ def judge(
         info=info,
         by_lag=lag_table(log, found.steps),
         by_turn=turn_table(rollouts),
-        advice=_advice(found, attribution, log.frameworks, info),
+        advice=_advice(found, attribution, log, info),
         syncs=describe_syncs(syncs),
         hint="" if attribution is None or rescored is not None else _hint(rollouts, sources, path),
     )
@@ -225,13 +225,25 @@ def _has_prompts(rollouts: RecordedRollouts | None) -> bool:
 
 
 def _advice(
-    found: Diagnosis, attribution: Attribution | None, frameworks: Sequence[str], info: Mapping[str, Any]
+    found: Diagnosis, attribution: Attribution | None, log: MetricsLog, info: Mapping[str, Any]
 ) -> Advice | None:
     """One configuration for the findings. A cause that the tokens name takes the place of "engine mismatch"."""
     causes = [one.cause for one in found.findings if not one.instead]
     if attribution is not None and attribution.cause in CAUSES:
-        return advise_after(attribution.cause, causes, frameworks, info)
-    return advise(causes, frameworks, info, by_rounding=_by_rounding(found)) if causes else None
+        return advise_after(attribution.cause, causes, log.frameworks, info, rate=_rate(log))
+    if not causes:
+        return None
+    return advise(causes, log.frameworks, info, by_rounding=_by_rounding(found), rate=_rate(log))
+
+
+_RATES = ("learning_rate", "actor/lr", "train/lr-pg_0")
+"""The learning rate as TRL and ms-swift, verl and slime log it."""
+
+
+def _rate(log: MetricsLog) -> float | None:
+    """The largest learning rate of the run, which its schedule comes from; None = not logged."""
+    name = log.first_logged(_RATES)
+    return None if name is None else max(log.series(name).values, default=None)
 
 
 def _by_rounding(found: Diagnosis) -> bool:
@@ -239,7 +251,10 @@ def _by_rounding(found: Diagnosis) -> bool:
     distance = found.readings.get("mismatch/kl_k3", found.readings.get("atleast/mismatch/kl_k3", 0.0))
     far_on_average = abs(found.readings.get("mismatch/log_ppl_diff", 0.0)) > ROUNDING_EXPLAINS
     correlation = found.readings.get("mismatch/prob_pearson", 1.0)
-    return distance <= ROUNDING_EXPLAINS and not far_on_average and correlation >= ROUNDED_CORRELATE
+    # rounding is there from the first step on
+    grows = any("growth/mismatch" in one.evidence for one in found.findings)
+    near = distance <= ROUNDING_EXPLAINS and not far_on_average and correlation >= ROUNDED_CORRELATE
+    return near and not grows
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:

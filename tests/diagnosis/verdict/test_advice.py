@@ -79,7 +79,7 @@ def test_each_correction_is_what_it_says_in_their_options(framework: str, thing:
 def test_two_findings_never_get_two_corrections(framework: str) -> None:
     """Every pair in both orders: the first one's correction is whole, the second one's is named for later."""
     for first, second in permutations(ASKED, 2):
-        found = advise([first, second], [framework])
+        found = advise([first, second], [framework], rate=1e-6)
         settings = leaves(yaml.safe_load(found.yaml) or {})
         wants = [next((one for one in ASKED[cause] if one in _CORRECTIONS), None) for cause in (first, second)]
         wanted = [one for one in wants if one is not None]
@@ -169,3 +169,15 @@ def test_no_precision_is_advised_where_no_rounding_reaches(framework: tuple[str,
 
 def test_every_framework_says_how_to_log_the_distance() -> None:
     assert TO_LOG.keys() == THEIRS.keys() | {OURS}
+
+
+@pytest.mark.parametrize("framework", [*THEIRS, "", "lightning"])
+def test_half_of_the_learning_rate_is_half_of_the_runs_own(framework: str) -> None:
+    """With a fixed number a run of 1.97e-7 was told to go up (FinQA)."""
+    info = {"settings": {"framework": "lightning"}} if framework == "lightning" else None
+    named = [framework] if framework in THEIRS else []
+    found = leaves(yaml.safe_load(advise(["collapse"], named, info, rate=1.97e-7).yaml))
+    assert list(found.values()) == [pytest.approx(1.97e-7 / 2)]
+    if named:
+        unknown = advise(["collapse"], named)
+        assert unknown.yaml == "" and unknown.later == ("collapse: half of your learning rate, which was not logged",)

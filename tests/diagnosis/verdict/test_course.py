@@ -164,3 +164,10 @@ def test_a_negative_kl_k1_bounds_kl_k3_from_below() -> None:
     assert seen.readings["atleast/staleness/kl_k3"] == pytest.approx(0.0918, abs=1e-4)
     assert ("policy_staleness", "warning") in [(one.cause, one.severity) for one in seen.findings]
     assert "atleast/staleness/kl_k3" not in judged(12, {"offpolicy/staleness/kl_k1": 0.4}).readings
+
+
+def test_a_mismatch_that_grows_thirtyfold_is_a_warning_and_no_rounding() -> None:
+    grows = {"offpolicy__mismatch__kl_k3": float("nan")}
+    assert found(60, **grows, offpolicy__mismatch__logp_diff_mean=lambda step: 0.01 if step < 30 else 0.15) == [
+        ("engine_mismatch", "warning")
+    ]

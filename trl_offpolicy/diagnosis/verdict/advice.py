@@ -7,6 +7,7 @@ the tree, because a system is repaired before its drift is corrected), and the o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -224,6 +225,7 @@ def advise(
     info: Mapping[str, Any] | None = None,
     *,
     by_rounding: bool = True,
+    rate: float | None = None,
 ) -> Advice:
     """The settings that these causes ask for together.
 
@@ -234,11 +236,13 @@ def advise(
         info: ``run.json`` of a run of this kit, so that the settings fit it.
         by_rounding: rounding may explain the engine mismatch (:data:`ROUNDING_EXPLAINS`). If not, no precision is
             advised for it: other prompts, positions or masks on the two sides are not mended by float16.
+        rate: the run's learning rate, of which half is advised; None = not known: then another framework's settings
+            hold none, and this kit's hold an example.
 
     Example:
         >>> print(advise(["policy_staleness", "engine_mismatch"], ["verl"]).later[0])
         engine mismatch: algorithm.rollout_correction.rollout_is: null, algorithm.rollout_correction.rollout_rs: null
-        >>> print(advise(["clip_saturation"], ["slime"]).yaml)
+        >>> print(advise(["clip_saturation"], ["slime"], rate=1e-6).yaml)
         num_steps_per_rollout: 1
         update_weights_interval: 1
         lr: 5.0e-07
@@ -246,7 +250,7 @@ def advise(
     unique = list(dict.fromkeys(causes))
     framework = frameworks[0] if frameworks and frameworks[0] in THEIRS else OURS
     if framework == OURS:
-        return _ours(unique, info, by_rounding)
+        return _ours(unique, info, by_rounding, rate)
     taken: dict[str, object] = {}
     corrected, later = "", []
     for cause in unique:
@@ -254,6 +258,9 @@ def advise(
             if cause == "engine_mismatch" and thing == "dtype" and not by_rounding:
                 continue
             settings = THEIRS[framework][thing]
+            if thing == "rate":
+                settings = {} if rate is None else dict.fromkeys(settings, rate / 2)
+                later += [f"{CAUSES[cause].title}: {_HALF}"] if rate is None else []
             if thing in _CORRECTIONS and corrected not in ("", thing):
                 later.append(_sentence(cause, {key: v for key, v in settings.items() if taken.get(key, ...) != v}))
                 continue
@@ -262,6 +269,8 @@ def advise(
     return Advice(WHERE[framework], _dump(_nested(taken)), tuple(later))
 
 
+_RATE = re.compile(r"learning_rate: 5\.0e-0?7\b")
+"""The example of the causes' snippets."""
 _WITH_ENGINE = ("bf16", "fp16")
 """The trainer's precision, which a cause sets together with the engine's or not at all."""
 _MAY_FOLLOW = ("C", "D")
@@ -269,7 +278,12 @@ _MAY_FOLLOW = ("C", "D")
 
 
 def advise_after(
-    cause: str, found: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[str, Any] | None = None
+    cause: str,
+    found: Sequence[str],
+    frameworks: Sequence[str] = (),
+    info: Mapping[str, Any] | None = None,
+    *,
+    rate: float | None = None,
 ) -> Advice:
     """The settings for a cause that the tokens named, with those of the findings that do not follow from it.
 
@@ -280,6 +294,7 @@ def advise_after(
         found: causes of the findings, the most urgent first.
         frameworks: as for :func:`advise`.
         info: as for :func:`advise`.
+        rate: as for :func:`advise`.
 
     Example:
         >>> found = advise_after("temperature", ["engine_mismatch", "correction_limit", "clip_saturation"])
@@ -289,14 +304,17 @@ def advise_after(
     follows = [one for one in found if one != cause and CAUSES[one].branch in _MAY_FOLLOW]
     others = [one for one in found if one not in (*follows, "engine_mismatch")]
     titles = tuple(CAUSES[one].title for one in dict.fromkeys(follows))
-    return replace(advise([cause, *others], frameworks, info), follows=titles)
+    return replace(advise([cause, *others], frameworks, info, rate=rate), follows=titles)
 
 
 def _is_precision(key: str, value: Any) -> bool:
     return key in _WITH_ENGINE or (key == "engine" and isinstance(value, dict) and set(value) == {"dtype"})
 
 
-def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bool) -> Advice:
+_HALF = "half of your learning rate, which was not logged"
+
+
+def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bool, rate: float | None) -> Advice:
     """The causes' own settings, line by line; ``engine: {...}`` is put together, any other key is set once."""
     import yaml
 
@@ -305,7 +323,7 @@ def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bo
     later = []
     for cause in causes:
         fix, engine_waits = fix_of(cause, info), False
-        for line in fix.yaml.splitlines() if fix is not None else ():
+        for line in _with_half(fix.yaml, rate).splitlines() if fix is not None else ():
             settings = yaml.safe_load(line) or {}
             for key, value in settings.items():
                 if cause == "engine_mismatch" and not by_rounding and _is_precision(key, value):
@@ -321,6 +339,11 @@ def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bo
                     later.append(_sentence(cause, {key: value}))
                     engine_waits = engine_waits or key == "engine"
     return Advice(WHERE[OURS], "\n".join(lines.values()), tuple(later))
+
+
+def _with_half(text: str, rate: float | None) -> str:
+    """The settings with half of the run's learning rate in place of the example."""
+    return text if rate is None else _RATE.sub(f"learning_rate: {_flow(rate / 2)}", text)
 
 
 def _joined(one: Any, other: Any) -> dict[str, Any] | None:

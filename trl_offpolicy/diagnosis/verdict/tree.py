@@ -136,6 +136,7 @@ _ENGINE_FAR = (
     *_of_one_token("open"),
 )
 _MOVED = "KL k3 between the sampling and the current weights"
+_GROWS = Symptom("growth/mismatch", ">", "mismatch_growth", "distance of engine and trainer over that of the start")
 _ENGINE_NEAR = (
     Symptom(_PEARSON, "<", "pearson_healthy", "correlation of the two probabilities"),
     Symptom(_KL, ">", "kl_healthy", "KL k3 at equal weights"),
@@ -146,7 +147,7 @@ _ENGINE_NEAR = (
     Symptom("negative/staleness/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
     Symptom("off/weight_mean", ">", "weight_off", "distance of the mean weight from 1"),
     Symptom(CONFIDENT, ">", "confident_high", "share of tokens that the engine is sure of and the trainer not"),
-    Symptom("growth/mismatch", ">", "mismatch_growth", "distance of engine and trainer over that of the start"),
+    _GROWS,
 )
 _STALE = (
     Symptom("staleness/kl_k3", ">", "kl_high", _MOVED),
@@ -180,7 +181,7 @@ _CLIP_RISES = Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "i
 _ENGINE_STEPS = (
     # 1. agreement of rollout and trainer at the same weights
     Step("engine_mismatch", "critical", _ENGINE, unless=(_AT_FLOOR,)),
-    Step("engine_mismatch", "warning", _ENGINE_FAR, unless=(_AT_FLOOR, *_ENGINE)),
+    Step("engine_mismatch", "warning", (*_ENGINE_FAR, replace(_GROWS, threshold=30.0)), unless=(_AT_FLOOR, *_ENGINE)),
     Step(
         "engine_mismatch",
         "notice",
