@@ -6,8 +6,10 @@ Tree, causes and thresholds are read off ``trl_offpolicy.diagnosis``, examples o
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -26,7 +28,12 @@ from trl_offpolicy.diagnosis.report.plots import BLUE, GREY, ORANGE
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.tree import TREE, Step
 
-PAGE = Path(__file__).resolve().parent / "diagnosis.md"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.log_courses.curves import SCENARIOS
+from benchmarks.log_courses.run import LENGTHS, alarms
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "diagnosis.md"
 EXAMPLES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("diagnosis_examples.json").read_text())
 """Cause -> what was injected into a real model and what was found."""
 PICTURES: Pictures = {}
@@ -170,7 +177,27 @@ def cause_sections() -> str:
     return "\n\n".join(parts)
 
 
-MAPS = {"thresholds": threshold_table, "causes": cause_sections, "rules": rules_table}
+def courses_table() -> str:
+    """Share of made-up runs with a warning or a critical finding, from the counts of the benchmark."""
+    found = json.loads((ROOT / "benchmarks" / "log_courses" / "results.json").read_text())["verdicts"]
+    rows = []
+    for healthy, held_back in itertools.product((True, False), (False, True)):
+        names = [one.name for one in SCENARIOS.values() if (one.healthy, one.held_back) == (healthy, held_back)]
+        shares = [
+            sum(alarms(found[name][f"{steps}/{every}"]) for name in names) / len(names) for steps, every in LENGTHS
+        ]
+        kind = ("healthy" if healthy else "broken") + (", held back" if held_back else "")
+        rows.append((kind, str(len(names)), *(f"{share:.1%}" for share in shares)))
+    spans = [f"{steps} steps" + (f", every {every}th logged" if every > 1 else "") for steps, every in LENGTHS]
+    return table(("runs", "kinds", *spans), rows)
+
+
+MAPS = {
+    "thresholds": threshold_table,
+    "causes": cause_sections,
+    "rules": rules_table,
+    "courses": courses_table,
+}
 
 
 def main() -> None:
