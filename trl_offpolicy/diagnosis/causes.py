@@ -178,8 +178,9 @@ CAUSES: dict[str, Cause] = {
     "collapse": Cause(
         "collapse",
         "F",
-        "The reward has fallen by almost a third and did not recover in 100 steps, or it fell after a gradient ten "
-        "times as large as usual, or while the entropy tripled. With fewer steps since its best it is a notice.",
+        "The reward is lost, or has fallen by almost a third and did not recover in 100 steps, or it fell after a "
+        "gradient ten times as large as usual, or while the entropy tripled; or responses shrink to nothing. A smaller "
+        "fall with fewer steps since its best is a notice.",
         "The reward against its best, grad_norm and entropy. A harder part of the data set looks the same.",
         "Go back to a checkpoint from before, and halve the learning rate. The other findings say what drove it.",
         "learning_rate: 5.0e-7   # half of yours\n",

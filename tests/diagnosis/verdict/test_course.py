@@ -107,6 +107,15 @@ def test_a_reward_that_is_lost_is_critical_at_once(shift: float, since: int, eve
     assert (finding.cause, finding.severity) == ("collapse", "critical")
 
 
+def test_a_lost_reward_comes_before_what_else_grows() -> None:
+    seen = found(
+        200,
+        reward=lambda step: 0.6 if step < 150 else 0.01,
+        completions__mean_length=lambda step: 300.0 if step < 150 else 4000.0,
+    )
+    assert seen == [("collapse", "critical"), ("length_surge", "critical")]
+
+
 def test_responses_that_shrink_to_nothing() -> None:
     """A reward won by empty responses: it does not fall."""
     short = found(120, completions__mean_length=lambda step: 400.0 * 0.95**step, reward=0.9)

@@ -259,7 +259,7 @@ def advise(
                 continue
             settings = THEIRS[framework][thing]
             if thing == "rate":
-                settings = {} if rate is None else dict.fromkeys(settings, rate / 2)
+                settings = {} if rate is None else dict.fromkeys(settings, _half(rate))
                 later += [f"{CAUSES[cause].title}: {_HALF}"] if rate is None else []
             if thing in _CORRECTIONS and corrected not in ("", thing):
                 later.append(_sentence(cause, {key: v for key, v in settings.items() if taken.get(key, ...) != v}))
@@ -311,6 +311,10 @@ def _is_precision(key: str, value: Any) -> bool:
     return key in _WITH_ENGINE or (key == "engine" and isinstance(value, dict) and set(value) == {"dtype"})
 
 
+def _half(rate: float) -> float:
+    return float(f"{rate / 2:.3g}")
+
+
 _HALF = "half of your learning rate, which was not logged"
 
 
@@ -343,7 +347,7 @@ def _ours(causes: Iterable[str], info: Mapping[str, Any] | None, by_rounding: bo
 
 def _with_half(text: str, rate: float | None) -> str:
     """The settings with half of the run's learning rate in place of the example."""
-    return text if rate is None else _RATE.sub(f"learning_rate: {_flow(rate / 2)}", text)
+    return text if rate is None else _RATE.sub(f"learning_rate: {_flow(_half(rate))}", text)
 
 
 def _joined(one: Any, other: Any) -> dict[str, Any] | None:

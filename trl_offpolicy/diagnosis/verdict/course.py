@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -153,24 +153,35 @@ def _lengths(rows: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
     - ``collapse/length_left``: the median of the last ten rows over the longest mean of ten before.
     """
     extra: dict[str, float] = {}
-    lengths = _of_first(rows, LENGTHS)
-    pair = _then_and_now(lengths, thresholds)
+    lengths, cut = _of_first(rows, LENGTHS), _then_and_now(_of_first(rows, CUT), thresholds)
     # the run's control may have measured it already
-    if pair is not None and pair[0].value > 0 and not any(f"{PREFIX}rollout/length_surge" in row for row in rows[-1:]):
-        before, now = pair
-        ratio = now.value / before.value
-        size = min(_SIDE, len(lengths) // 2)
-        means = sliding_window_view([value for _, value in lengths[:-size]], size).mean(axis=1)
-        if ratio <= 1 or now.value > means[: before.place + 1].max():
-            noise = math.hypot(before.half_width / before.value, now.half_width / max(now.value, 1e-9))
-            extra |= {"rollout/length_surge": ratio, f"rollout/length_surge{INTERVAL}": ratio * noise}
-        if size == _SIDE:
-            extra["collapse/length_left"] = median(value for _, value in lengths[-size:]) / float(means.max())
-    pair = _then_and_now(_of_first(rows, CUT), thresholds)
-    if pair is not None:
-        noise = math.hypot(pair[0].half_width, pair[1].half_width)
-        extra |= {"growth/cut": pair[1].value - pair[0].value, f"growth/cut{INTERVAL}": noise}
+    if not any(f"{PREFIX}rollout/length_surge" in row for row in rows[-1:]):
+        extra |= _surge(lengths, thresholds)
+    if len(lengths) >= 2 * _SIDE and (longest := _means(lengths[:-_SIDE], _SIDE).max()) > 0:
+        extra["collapse/length_left"] = median(value for _, value in lengths[-_SIDE:]) / float(longest)
+    if cut is not None:
+        noise = math.hypot(cut[0].half_width, cut[1].half_width)
+        extra |= {"growth/cut": cut[1].value - cut[0].value, f"growth/cut{INTERVAL}": noise}
     return extra
+
+
+def _surge(lengths: Sequence[tuple[float, float]], thresholds: Thresholds) -> dict[str, float]:
+    pair = _then_and_now(lengths, thresholds)
+    if pair is None or pair[0].value <= 0:
+        return {}
+    before, now = pair
+    ratio = now.value / before.value
+    earlier = _means(lengths, len(lengths) - now.place)[: before.place + 1]
+    if ratio > 1 and now.value <= earlier.max():
+        return {}
+    noise = math.hypot(before.half_width / before.value, now.half_width / max(now.value, 1e-9))
+    return {"rollout/length_surge": ratio, f"rollout/length_surge{INTERVAL}": ratio * noise}
+
+
+def _means(values: Sequence[tuple[float, float]], size: int) -> NDArray[np.floating[Any]]:
+    """Of every ``size`` rows that follow each other."""
+    means: NDArray[np.floating[Any]] = sliding_window_view([value for _, value in values], size).mean(axis=1)
+    return means
 
 
 def _of_first(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[float, float]]:

@@ -300,19 +300,6 @@ _LOSS_STEPS = (
     # 4. loss mechanics, and what is left of the policy
     Step("clip_saturation", "warning", (_CLIP,), all_of=(_CLIP_RISES,)),
     Step("clip_saturation", "notice", (_CLIP,), unless=(_CLIP_RISES,)),
-    Step("length_surge", "critical", (_SURGE,), unless=(LEARNS, _HOLDS)),
-    Step("length_surge", "warning", (_SURGE, _CUT), unless=(LEARNS,)),
-    # responses that grow with the reward, in a run without another symptom, are learned
-    Step(
-        "length_surge",
-        "notice",
-        (_SURGE, _CUT),
-        all_of=(LEARNS,),
-        instead="Nothing yet: the reward rises with the length, and nothing else is wrong. Read some of the longest "
-        "responses (a reward can be won by length alone), and raise the length limit if many reach it.",
-    ),
-    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
-    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
     Step(
         "collapse",
         "critical",
@@ -338,6 +325,19 @@ _LOSS_STEPS = (
             Symptom("collapse/gradient_level", ">", "gradient_spike", "gradient norm over the median before"),
         ),
     ),
+    Step("length_surge", "critical", (_SURGE,), unless=(LEARNS, _HOLDS)),
+    Step("length_surge", "warning", (_SURGE, _CUT), unless=(LEARNS,)),
+    # responses that grow with the reward, in a run without another symptom, are learned
+    Step(
+        "length_surge",
+        "notice",
+        (_SURGE, _CUT),
+        all_of=(LEARNS,),
+        instead="Nothing yet: the reward rises with the length, and nothing else is wrong. Read some of the longest "
+        "responses (a reward can be won by length alone), and raise the length limit if many reach it.",
+    ),
+    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
+    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
 )
 
 SYNC_ROUNDING = Step(
