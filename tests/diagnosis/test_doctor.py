@@ -388,3 +388,14 @@ def test_one_token_of_a_healthy_mixture_of_experts_asks_for_nothing(
 def test_what_was_not_judged_can_be_logged(tmp_path: Path, metrics: dict[str, float], setting: str) -> None:
     told = how_to_log(examine(verl_log(tmp_path, metrics)))
     assert (setting in told) and bool(told) == bool(setting)
+
+
+def test_a_rate_that_was_rounded_away_is_not_halved(tmp_path: Path) -> None:
+    """verl's console prints three decimals: 1e-6 is 0.000."""
+    lines = (
+        f"step:{step} - actor/lr:0.000 - actor/grad_norm:1.0 - critic/score/mean:{0.9 if step < 40 else 0.1}\n"
+        for step in range(60)
+    )
+    (tmp_path / "verl.log").write_text("".join(lines))
+    advice = examine(tmp_path / "verl.log").advice
+    assert advice is not None and advice.yaml == "" and "was not logged" in advice.later[0]

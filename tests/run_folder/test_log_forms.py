@@ -199,13 +199,42 @@ def test_only_training_steps_of_the_console_are_counted(tmp_path: Path) -> None:
     assert log.steps == [1, 2] and log.series("reward").values == [0.5, 0.6]
 
 
-def test_the_trainers_own_bar_says_which_step_it_is(tmp_path: Path) -> None:
-    """With ``logging_steps: 5`` the tenth printed row is step 50."""
-    text = "Loading checkpoint shards: 100%|####| 80/80 [00:01<00:00]\n"
+def bar(step: int, total: int) -> str:
+    return f" {100 * step // total}%|##   | {step}/{total} [00:10<01:20,  3.6s/it]\n"
+
+
+def test_the_trainings_bar_says_which_step_it_is(tmp_path: Path) -> None:
+    """With ``logging_steps: 5`` the tenth printed row is step 50; bars of models, data and evaluations say nothing."""
+    text = "Loading checkpoint shards: 100%|####| 80/80 [00:01<00:00]\n" + bar(7473, 7473)
     for step in range(5, 55, 5):
-        text += f"  {step}%|##   | {step - 1}/100 [00:10<01:20,  3.6s/it]\r  {step}%|##   | {step}/100 [00:10<01:20]\n"
+        text += bar(step - 1, 100).replace("\n", "\r") + bar(step, 100)
         text += f"{{'loss': 0.1, 'reward': {step / 100}}}\n"
+        text += bar(1319, 1319) if step == 25 else ""
     assert read(tmp_path, "trl.log", text).steps == list(range(5, 55, 5))
+    resumed = "".join(bar(step, 1000) + f"{{'loss': 0.1, 'reward': {step}}}\n" for step in range(501, 505))
+    assert read(tmp_path, "resumed.log", resumed).steps == [501, 502, 503, 504]
+    without = bar(4, 4) + "".join(f"{{'loss': 0.1, 'reward': {step}}}\n" for step in range(3))
+    assert read(tmp_path, "without.log", without).steps == [1, 2, 3]
+
+
+def test_rows_without_a_number_are_never_taken_for_a_second_process(tmp_path: Path) -> None:
+    good = "".join(f"{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.{step}}}\n" for step in range(9))
+    log = read(tmp_path, "trl.log", good + "{'loss': nan, 'grad_norm': nan, 'reward': 0.0, 'epoch': 0.02}\n" * 5)
+    assert len(log.rows) == 14 and log.broken == ("grad_norm", 10)
+
+
+def test_a_live_log_of_slime_has_sampled_more_than_it_has_trained(tmp_path: Path) -> None:
+    rows = []
+    for rollout in range(5):
+        rows.append({"rollout/step": rollout, "rollout/raw_reward": 0.1})
+        rows += [{"train/step": 4 * rollout + step, "train/loss": 0.1} for step in range(4)] if rollout < 4 else []
+    log = read(tmp_path, "slime.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert log.series("reward").steps == [3, 7, 11, 15, 19]
+
+
+def test_a_step_that_a_table_names_twice_is_no_second_run(tmp_path: Path) -> None:
+    log = read(tmp_path, "panel.csv", "Step,run - step,run - reward\n1,1,0.5\n2,2,0.6\n")
+    assert log.steps == [1, 2] and log.series("reward").values == [0.5, 0.6]
 
 
 def test_two_runs_in_one_table_are_refused(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ CAUSES: dict[str, Cause] = {
         "Responses grow by more than a fifth within 100 steps, or many more of them reach the length limit. This "
         "happens tens of steps before a collapse (arXiv 2602.01826).",
         "rollout/length_surge above 1.2, often with rising KL and clip fraction. Responses that grow with the reward, "
-        "in a run without another symptom, are learned: only a notice.",
+        "while KL and clipping are healthy, are learned: only a notice.",
         "Halve the learning rate when it happens and reject by geometric mean. If the length keeps growing, look at "
         "the reward: length bonus, missing end of sequence.",
         "control: {policy: act, controllers: {length_guard: {}}}\noffpolicy: skyrl/geometric-mask\n",

@@ -236,14 +236,14 @@ def _advice(
     return advise(causes, log.frameworks, info, by_rounding=_by_rounding(found), rate=_rate(log))
 
 
-_RATES = ("learning_rate", "actor/lr", "train/lr-pg_0")
-"""The learning rate as TRL and ms-swift, verl and slime log it."""
+_RATES = ("learning_rate", "actor/lr", "policy/policy_lr", "train/lr-pg_0")
+"""The learning rate as TRL and ms-swift, verl, SkyRL and slime log it."""
 
 
 def _rate(log: MetricsLog) -> float | None:
-    """The largest learning rate of the run, which its schedule comes from; None = not logged."""
+    """The largest learning rate of the run, which its schedule comes from; None = not logged, or rounded to 0.000."""
     name = log.first_logged(_RATES)
-    return None if name is None else max(log.series(name).values, default=None)
+    return None if name is None else max(log.series(name).values, default=0.0) or None
 
 
 def _by_rounding(found: Diagnosis) -> bool:

@@ -23,8 +23,10 @@ _PAIR = re.compile(r"([^\s:]\S*?):(\S+)")
 _PRINTED = re.compile(r"\{'[^{}]*\}")
 _NUMPY = re.compile(r"\bnp\.\w+\(([^()]*)\)")
 """Numbers as numpy 2 prints them: ``np.float64(0.5)``."""
-_BAR = re.compile(r"^\s*\d+%\|[^|]*\|\s*(\d+)/\d+ \[")
-"""The trainer's own progress bar, which has no title."""
+_BAR = re.compile(r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
+"""A progress bar without a title, as that of a training is; as are those of some data sets and evaluations."""
+Bar = tuple[int, int]
+"""Step and total."""
 _NOT_FINITE = re.compile(r"(?<![\w'\"/])(nan|-?inf)(?![\w'\"/])")
 _PANEL = re.compile(r".+ - (.+)")
 _TRAIN_STEP, _ROLLOUT_STEP = "train/step", "rollout/step"
@@ -78,7 +80,7 @@ def _table(path: Path) -> Iterator[dict[str, Any]]:
         names = reader.fieldnames or []
         if {"Wall time", "Value"} <= set(names):
             raise ValueError(f"{path} must name its metrics, but TensorBoard's CSV holds one without its name.")
-        columns = [column for name in names if name and (column := _column(name))]
+        columns = [column for name in names if name and (column := _column(name)) not in ("", "step")]
         if twice := sorted({column for column in columns if columns.count(column) > 1}):
             raise ValueError(f"{path} must hold one run, but {', '.join(twice)} is there of several.")
         for row in reader:
@@ -101,23 +103,50 @@ def _number(cell: str) -> float | str:
 
 
 def _lines(path: Path) -> Iterator[Record]:
-    printed, before = 0, None
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    found: list[Record] = []
+    bars: dict[int, Bar | None] = {}
+    bar, before = None, ""
+    with path.open(encoding="utf-8", errors="replace") as lines:  # tqdm's carriage returns end lines too
         for number, line in enumerate(lines, 1):
             text = _NUMPY.sub(r"\1", _COLOUR.sub("", line)).strip()
             if not text:
                 continue
-            # tqdm writes over its own line, so the last part of it counts
-            bar = _BAR.match(text.rpartition("\r")[2])
-            printed = max(printed, int(bar[1]) - 1) if bar else printed
+            shown = _BAR.match(text)
+            bar = (int(shown[1]), int(shown[2])) if shown else bar
             row = _json_object(text) or _verl_line(text) or _printed(text)
             if row is not None and _is_stepless(row) and "{'" in text:
-                if row == before:
-                    continue  # every process prints it
-                before, printed = row, printed + 1
-                row = {"step": printed, **row}
+                if text == before and all(map(_is_finite, row.values())):
+                    continue  # a second process prints it too
+                bars[len(found)] = bar
+            before = text
             if row is not None or path.suffix == ".jsonl":
-                yield number, row
+                found.append((number, row))
+    steps = _printed_steps(list(bars.values()))
+    numbered = dict(zip(bars, steps, strict=True))
+    for place, (number, row) in enumerate(found):
+        yield number, row if row is None or place not in numbered else {"step": numbered[place], **row}
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _printed_steps(bars: list[Bar | None]) -> list[int]:
+    """The steps of printed rows: that of the progress bar before each, else one more than the row before.
+
+    The training's bar is the one that moves from row to row; that of a data set or an evaluation does not.
+    """
+    seen: dict[int, set[int]] = {}
+    for bar in bars:
+        if bar is not None:
+            seen.setdefault(bar[1], set()).add(bar[0])
+    total = max(seen, key=lambda one: len(seen[one]), default=0)
+    steps: list[int] = []
+    for bar in bars:
+        following = steps[-1] + 1 if steps else 1
+        moves = bar is not None and bar[1] == total and len(seen[total]) > 1
+        steps.append(max(following, bar[0]) if moves and bar is not None else following)
+    return steps
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
@@ -169,16 +198,17 @@ def _rollouts_at_train_steps(found: list[Record]) -> list[Record]:
 
     slime counts ``train/step`` on through the rollouts, each of which has the same number of optimizer steps.
     """
-    trained, sampled = (_largest(found, name) for name in (_TRAIN_STEP, _ROLLOUT_STEP))
-    if sampled is None:
-        return found
-    times = 1 if trained is None else max(round((trained + 1) / (sampled + 1)), 1)
+    times, trained, sampled = 1, -1, -1
+    for _, row in found:
+        if row is None:
+            continue
+        if isinstance(row.get(_TRAIN_STEP), int | float):
+            trained = max(trained, int(row[_TRAIN_STEP]))
+        elif isinstance(row.get(_ROLLOUT_STEP), int | float) and row[_ROLLOUT_STEP] > max(sampled, 0):
+            # all steps so far are those of the rollouts before this one
+            sampled = int(row[_ROLLOUT_STEP])
+            times = max(round((trained + 1) / sampled), 1)
     return [(number, _at_train_step(row, times)) for number, row in found]
-
-
-def _largest(found: list[Record], name: str) -> float | None:
-    steps = (row[name] for _, row in found if row is not None and isinstance(row.get(name), int | float))
-    return max(steps, default=None)
 
 
 def _at_train_step(row: dict[str, Any] | None, times: int) -> dict[str, Any] | None:

@@ -104,7 +104,9 @@ def test_a_reward_that_is_lost_is_critical_at_once(shift: float, since: int, eve
     steps = range(0, 200 + since * every, every) if every > 1 else range(200 + since)
     rows = tuple(translate({"step": float(step), "reward": reward(step), "entropy": 0.5}) for step in steps)
     (finding,) = diagnose(MetricsLog(rows)).findings
-    assert (finding.cause, finding.severity) == ("collapse", "critical")
+    # a fall by 0.78 is two thirds of a best reward of -1.2: that may be another scale, and is no loss of all
+    expected = {"critical"} if shift > -1 else {"warning", "notice"}
+    assert finding.cause == "collapse" and finding.severity in expected
 
 
 def test_a_lost_reward_comes_before_what_else_grows() -> None:
@@ -114,6 +116,33 @@ def test_a_lost_reward_comes_before_what_else_grows() -> None:
         completions__mean_length=lambda step: 300.0 if step < 150 else 4000.0,
     )
     assert seen == [("collapse", "critical"), ("length_surge", "critical")]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda step: -1 - 1e-4 * (step >= 40),
+        lambda step: -2 - 0.001 * step,
+        lambda step: -1 + 0.1 * (20 <= step < 40),
+    ],
+)
+def test_a_small_change_of_a_negative_reward_is_no_collapse(reward: Callable[[int], float]) -> None:
+    assert found(60, reward=reward) == []
+
+
+def test_a_creep_does_not_make_up_for_a_fall() -> None:
+    """.8 to .25, and then .0003 a step: after five hundred steps less than a third has come back."""
+    creeps = found(700, reward=lambda step: 0.8 if step < 200 else 0.25 + 0.0003 * (step - 200))
+    assert creeps == [("collapse", "warning")]
+    rises = found(300, reward=lambda step: 0.8 if step < 190 else 0.35 + 0.0015 * (step - 190))
+    assert rises == [("collapse", "notice")]
+
+
+def test_huge_numbers_are_judged_without_an_error() -> None:
+    for value in (-800.0, -1e300):
+        seen = judged(12, {"offpolicy/mismatch/kl_k3": float("nan"), "offpolicy/mismatch/kl_k1": value})
+        assert seen.verdict == "critical" and seen.line()
+    assert judged(60, {"grad_norm": 1e200, "offpolicy/mismatch/logp_diff_mean": 1e200}).line()
 
 
 def test_responses_that_shrink_to_nothing() -> None:

@@ -156,13 +156,15 @@ _TRL: dict[Thing, Settings] = {
     "rate": {"learning_rate": 5e-7},
     "routing": {},
 }
-_SWIFT_MODE, _SWIFT_LIMIT = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+_SWIFT_MODE, _SWIFT_LIMIT, _SWIFT_MASK = (
+    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "off_policy_sequence_mask_delta",
+)  # fmt: skip
 _SWIFT: dict[Thing, Settings] = {
-    "measure": {"log_rollout_offpolicy_metrics": True},
-    "token": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0, "off_policy_sequence_mask_delta": 0.01},
-    "geometric": {"off_policy_sequence_mask_delta": 0.01},
-    "band": {_SWIFT_MODE: "token_mask", _SWIFT_LIMIT: 5.0},
-    "tis": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0},
+    "measure": {_SWIFT_MODE: None, _SWIFT_MASK: None, "log_rollout_offpolicy_metrics": True},
+    "token": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0, _SWIFT_MASK: 0.01},
+    "geometric": {_SWIFT_MODE: None, _SWIFT_MASK: 0.01},
+    "band": {_SWIFT_MODE: "token_mask", _SWIFT_LIMIT: 5.0, _SWIFT_MASK: None},
+    "tis": {_SWIFT_MODE: "token_truncate", _SWIFT_LIMIT: 2.0, _SWIFT_MASK: None},
     "dtype": {"torch_dtype": "float16"},
     "steps": {"num_iterations": 1},
     "rate": {"learning_rate": 5e-7},

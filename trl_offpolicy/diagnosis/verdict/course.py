@@ -55,8 +55,14 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
     # no KL beyond what is healthy and no saturated clip: such a run may grow because it learns
     far = any(found.get(name, 0.0) > thresholds.kl_healthy for name in _DISTANCES)
     sane = not far and found.get("loss/clip_region_fraction", 0.0) <= thresholds.clip_high
+    size = rewards.pop("size/reward", 0.0)
     if sane:
-        rewards |= _learning(rows, window, thresholds)
+        learned = _learning(rows, window, thresholds)
+        rewards |= learned
+        lost = rewards.get("collapse/reward_drop", 0.0) * size
+        if lost > 0 and learned:
+            gain, chance = learned["learning/reward_gain"], learned[f"learning/reward_gain{INTERVAL}"]
+            rewards["regained/reward"] = gain / lost if gain > chance else 0.0
     else:
         rewards.pop("holds/reward", None)
     entropy = _entropy(rows, window)
@@ -82,7 +88,8 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
       that came back once has recovered;
     - ``collapse/reward_fall``: from the best mean to that of the last rows;
     - ``collapse/reward_lost``: the same, where not one of the last ten rows reaches half of the best mean;
-    - ``holds/reward``: 1 if the last rows are as good as the best ones, less a tenth or what chance allows; else 0.
+    - ``holds/reward``: 1 if the last rows are as good as the best ones, less a tenth or what chance allows; else 0;
+    - ``size/reward``: what these are shares of.
 
     Means are of up to ``window`` rows, of fewer in a short log. Falls are shares of the best mean, or of the range of
     all means where that is wider (rewards may be negative), and not given where chance explains them.
@@ -107,16 +114,16 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
     if not since.all():
         falls["collapse/reward_drop"] = _fall(best(places[~since]), best(places[since]), lowest)
     found = {name: value for name, value in falls.items() if value is not None}
-    scale = max(before.value, before.value - lowest)
+    scale = max(abs(before.value), before.value - lowest)
     if "collapse/reward_fall" in found and len(rewards) >= 2 * _ALL_OF:
         reached = (before.value - float(rewards[-_ALL_OF:].max())) / scale
         found |= {"collapse/reward_lost": found["collapse/reward_fall"]} if reached > _HALF else {}
     margin = max(scale / 10, math.hypot(before.half_width, now.half_width))
-    return {**found, "holds/reward": float(before.value - now.value <= margin)}
+    return {**found, "holds/reward": float(before.value - now.value <= margin), "size/reward": scale}
 
 
 def _fall(best: _Mean, now: _Mean, lowest: float) -> float | None:
-    size, fall = max(best.value, best.value - lowest), best.value - now.value
+    size, fall = max(abs(best.value), best.value - lowest), best.value - now.value
     return fall / size if size > 0 and fall > _CHANCE * (best.half_width + now.half_width) else None
 
 
@@ -173,7 +180,7 @@ def _surge(lengths: Sequence[tuple[float, float]], thresholds: Thresholds) -> di
     ratio = now.value / before.value
     earlier = _means(lengths, len(lengths) - now.place)[: before.place + 1]
     if ratio > 1 and now.value <= earlier.max():
-        return {}
+        return {"rollout/length_surge": 1.0}
     noise = math.hypot(before.half_width / before.value, now.half_width / max(now.value, 1e-9))
     return {"rollout/length_surge": ratio, f"rollout/length_surge{INTERVAL}": ratio * noise}
 

@@ -262,7 +262,7 @@ _JUDGED = {
     ),
     "clipping": ("loss/clip_region_fraction",),
     "growth of the response length (from ten steps on)": ("rollout/length_surge",),
-    "entropy": ("measured/entropy",),
+    "fall of the entropy (from ten steps on)": ("fallen/entropy",),
 }
 
 

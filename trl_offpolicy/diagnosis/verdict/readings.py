@@ -18,6 +18,8 @@ from trl_offpolicy.stats import PREFIX
 
 _QUANTILE = 0.1
 _RATIOS = ("mismatch", "staleness", "total")
+_LARGEST = 20.0
+"""As everywhere, ratios are clamped at e^20."""
 
 _WORDS = {
     "_max": "largest of {steps} steps",
@@ -31,7 +33,9 @@ _DERIVED_WORDS = {
     "weighted": "median of {steps} steps over that without weights",
     "negative": "share of {steps} steps",
     "atleast": "bound from the means of {steps} steps",
-    "collapse": "{steps} steps against those before",
+    "collapse": "the last steps against those before",
+    "rollout/length_surge": "ten steps over ten before",
+    "growth/cut": "ten steps less ten before",
     "fallen": "mean of {steps} steps over that of the first five",
     "learning": "mean of {steps} steps less that of 100 steps before",
 }
@@ -46,9 +50,9 @@ def statistic(metric: str, steps: int) -> str:
     """
     if steps == 1:
         return "one step"
-    group = metric.split("/")[0]
     ends = (words for end, words in _WORDS.items() if metric.endswith(end))
-    return _DERIVED_WORDS.get(group, next(ends, "mean of {steps} steps")).format(steps=steps)
+    of_group = _DERIVED_WORDS.get(metric.split("/")[0], next(ends, "mean of {steps} steps"))
+    return _DERIVED_WORDS.get(metric, of_group).format(steps=steps)
 
 
 def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
@@ -68,7 +72,8 @@ def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
             found |= _statistics(last, name, values, logged)
     found |= _distances(found, last, thresholds)
     found |= _weights(found, last) | _halves(last) | _lags(found) | _reward_gap(last)
-    return found | course(rows, window, found, thresholds)
+    everything = found | course(rows, window, found, thresholds)
+    return {name: value for name, value in everything.items() if math.isfinite(value)}
 
 
 def _statistics(last: Sequence[Row], name: str, values: list[float], logged: set[str]) -> dict[str, float]:
@@ -151,14 +156,14 @@ def _only_others(found: Readings, group: str) -> dict[str, float]:
         k1 = found[f"{group}/kl_k1"]
         alone = {f"alone/{group}/kl_k1": k1} | _interval_of(found, f"{group}/kl_k1", f"alone/{group}/kl_k1")
         # the tokens became likelier on average: E k3 = E r - 1 + k1 >= e^-k1 - 1 + k1
-        nearest = min(k1 + found.get(f"{group}/kl_k1{INTERVAL}", 0.0), 0.0)
+        nearest = max(min(k1 + found.get(f"{group}/kl_k1{INTERVAL}", 0.0), 0.0), -_LARGEST)
         return alone if nearest == 0 else {**alone, f"atleast/{group}/kl_k3": math.expm1(-nearest) + nearest}
     middle, largest = found.get(f"{group}/logp_diff_mean"), found.get(f"{group}/logp_diff_max")
     if middle is None:
         return {}
-    bounds = {f"atleast/{group}/kl_k3": math.expm1(-middle) + middle}
+    bounds = {f"atleast/{group}/kl_k3": math.expm1(min(-middle, _LARGEST)) + middle}
     if largest is not None and largest > 0:
-        high = min(largest, 20.0)  # as everywhere, ratios are clamped at e^20
+        high = min(largest, _LARGEST)
         bounds[f"atmost/{group}/kl_k3"] = middle * (math.expm1(high) - high) / high
     return bounds
 

@@ -37,7 +37,8 @@ half-width of the 95 % interval of that value. Beside the logged ones there are 
   where nothing is weighted or dropped; ``late/gradient_cosine``: the cosine, only under such a lag;
 - ``growth/gradient_noise``: over what it was; ``weighted/gradient_noise``: over what it was without weights;
 - ``measured/entropy``: over the steps that measured it; ``gap/reward``: engine's against trainer's;
-- what :mod:`~.course` compares with earlier steps: ``fallen/*``, ``growth/*``, ``collapse/*``, ``learning/*``."""
+- what :mod:`~.course` compares with earlier steps: ``fallen/*``, ``growth/*``, ``collapse/*``, ``learning/*``,
+  ``holds/reward``, ``regained/reward``."""
 INTERVAL = "_ci95"
 CONFIDENT = "mismatch/confident_disagreement_fraction"
 """Share of tokens that the engine gave at least half and the trainer more than 2 nats less, at version lag 0."""
@@ -315,7 +316,7 @@ _LOSS_STEPS = (
         "collapse",
         "warning",
         (Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),),
-        unless=(LEARNS,),
+        unless=(Symptom("regained/reward", ">", 0.1, "share of it that came back in 100 steps"),),
     ),
     Step(
         "collapse",
@@ -333,8 +334,8 @@ _LOSS_STEPS = (
         "notice",
         (_SURGE, _CUT),
         all_of=(LEARNS,),
-        instead="Nothing yet: the reward rises with the length, and nothing else is wrong. Read some of the longest "
-        "responses (a reward can be won by length alone), and raise the length limit if many reach it.",
+        instead="Nothing yet: the reward rises with the length, and KL and clipping are healthy. Read some of the "
+        "longest responses (a reward can be won by length alone), and raise the length limit if many reach it.",
     ),
     Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
     Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
