@@ -150,8 +150,8 @@ RUNS = {
 }
 
 
-QUICKSTART = "entropy_collapse"
-"""The cause that the end of the quickstart shows: its task is learned, and nothing new is sampled."""
+LEARNED = "entropy_collapse"
+"""The cause that the end of a recipe shows: its task is learned, and little new is sampled."""
 CACHE = "compressed_cache"
 KEPT = KVCache(keep_first=2, keep_last=6)
 """The cache of its example."""
@@ -225,14 +225,14 @@ def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     }
 
 
-def of_quickstart(folder: Path) -> dict[str, Any]:
-    """What ``doctor --window 5`` says of a finished quickstart (``make quickstart``)."""
+def of_learned(folder: Path) -> dict[str, Any]:
+    """What ``doctor --window 5`` says of a finished recipes/truncated_sampling."""
     findings = examine(folder, window=LAST_STEPS).diagnosis.findings
     return {
         "where": "SmolLM2-135M in vLLM",
-        "injected": f"nothing: the quickstart once its sums are learned, its last {LAST_STEPS} logged steps",
+        "injected": f"nothing: the last {LAST_STEPS} logged steps of recipes/truncated_sampling, whose sums are learned",
         "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
-        "right": QUICKSTART in [one.cause for one in findings],
+        "right": LEARNED in [one.cause for one in findings],
     }
 
 
@@ -276,8 +276,10 @@ def _nothing() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="cases of run.py")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, QUICKSTART, CACHE], metavar="CAUSE")
-    parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="its run folder")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, LEARNED, CACHE], metavar="CAUSE")
+    parser.add_argument(
+        "--learned", type=Path, default=Path("runs/truncated_sampling"), help="run folder of recipes/truncated_sampling"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -297,8 +299,8 @@ def main() -> None:
         evidence = recorded_evidence(rollouts, json.loads((folder / RUN_FILE).read_text()))
         assert evidence is not None
         found[cause] = of_evidence(evidence, cause, injected, WHERE[world])
-    if not args.only or QUICKSTART in args.only:
-        found[QUICKSTART] = of_quickstart(args.quickstart)
+    if not args.only or LEARNED in args.only:
+        found[LEARNED] = of_learned(args.learned)
     if not args.only or CACHE in args.only:
         found[CACHE] = of_cache(KEPT, CACHE)
         print(CACHE, found[CACHE]["said"], flush=True)

@@ -72,9 +72,9 @@ def rising_clip(value: float, limits: Thresholds) -> set[str]:
 
 
 def jump_of_the_length(value: float, steps: int = 300) -> MetricsLog:
-    """Responses are a quarter longer from ``value`` steps before the end on; the ten rows of the mean are included."""
+    """Responses are a quarter longer from ``value`` steps before the end on; the five rows of the mean are included."""
     key = "rollout/response_length_mean"
-    return log_of([{key: 100.0 if step < steps - value + 9 else 125.0} for step in range(1, steps + 1)])
+    return log_of([{key: 100.0 if step < steps - value + 4 else 125.0} for step in range(1, steps + 1)])
 
 
 def habits(metric: str, **others: float) -> Answer:
@@ -130,7 +130,7 @@ def guard_at_growth(value: float, limits: Thresholds) -> bool:
 
 
 def guard_at_jump(value: float, limits: Thresholds) -> bool:
-    return guard_acts(jump_of_the_length(value + 9), limits)
+    return guard_acts(jump_of_the_length(value + 4), limits)
 
 
 def spread(metric: str, *values: float, steps: int = 12) -> MetricsLog:

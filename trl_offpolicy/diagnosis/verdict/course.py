@@ -173,7 +173,14 @@ def _lengths(rows: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
 
 
 def _surge(lengths: Sequence[tuple[float, float]], thresholds: Thresholds) -> dict[str, float]:
-    pair = _then_and_now(lengths, thresholds)
+    """Of ten rows on each side or of five, whichever shows more beyond its noise: growth that is fast needs few."""
+    found = [_surge_of(lengths, thresholds, size) for size in (_SIDE, FEWEST)]
+    name = "rollout/length_surge"
+    return max(found, key=lambda one: one.get(name, 0.0) - one.get(f"{name}{INTERVAL}", 0.0))
+
+
+def _surge_of(lengths: Sequence[tuple[float, float]], thresholds: Thresholds, most: int) -> dict[str, float]:
+    pair = _then_and_now(lengths, thresholds, most)
     if pair is None or pair[0].value <= 0:
         return {}
     before, now = pair
@@ -197,12 +204,14 @@ def _of_first(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[float, fl
     return [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
 
 
-def _then_and_now(values: Sequence[tuple[float, float]], thresholds: Thresholds) -> tuple[_Mean, _Mean] | None:
-    """Means of up to ten rows, ``length_window`` steps before and now; None with fewer than ten rows in all.
+def _then_and_now(
+    values: Sequence[tuple[float, float]], thresholds: Thresholds, most: int = _SIDE
+) -> tuple[_Mean, _Mean] | None:
+    """Means of up to ten rows (``most``), ``length_window`` steps before and now; None with fewer than ten rows in all.
 
     A run that is shorter than the window is measured from its start.
     """
-    size = min(_SIDE, len(values) // 2)
+    size = min(most, len(values) // 2)
     if size < FEWEST:
         return None
     start = values[-1][0] - thresholds.length_window

@@ -34,7 +34,7 @@ _DERIVED_WORDS = {
     "negative": "share of {steps} steps",
     "atleast": "bound from the means of {steps} steps",
     "collapse": "the last steps against those before",
-    "rollout/length_surge": "ten steps over ten before",
+    "rollout/length_surge": "up to ten steps over as many before",
     "growth/cut": "ten steps less ten before",
     "fallen": "mean of {steps} steps over that of the first five",
     "learning": "mean of {steps} steps less that of 100 steps before",
