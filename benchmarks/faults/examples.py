@@ -230,7 +230,7 @@ def of_learned(folder: Path) -> dict[str, Any]:
     findings = examine(folder, window=LAST_STEPS).diagnosis.findings
     return {
         "where": "SmolLM2-135M in vLLM",
-        "injected": f"nothing: the last {LAST_STEPS} logged steps of recipes/truncated_sampling, whose sums are learned",
+        "injected": f"nothing: the last {LAST_STEPS} steps of recipes/truncated_sampling, whose sums are learned",
         "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
         "right": LEARNED in [one.cause for one in findings],
     }
