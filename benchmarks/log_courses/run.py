@@ -44,7 +44,7 @@ def log_of(scenario: Scenario, steps: int, every: int, seed: int) -> MetricsLog:
     curves = measured(scenario.course(np.arange(steps, dtype=float), draw), steps, draw)
     rows, broken = [], None
     for step in range(every - 1, steps, every):
-        row = {theirs: float(_mean(curves[name], step, every)) for name, theirs in NAMES.items()}
+        row = {theirs: _mean(curves[name], step, every) for name, theirs in NAMES.items()}
         if broken is None and math.isnan(row[NAMES["gradient"]]):
             broken = (NAMES["gradient"], step)
         rows.append(translate({"step": float(step), **row}))

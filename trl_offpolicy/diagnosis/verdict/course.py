@@ -66,9 +66,8 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
     else:
         rewards.pop("holds/reward", None)
     entropy = _entropy(rows, window)
-    rise = entropy.pop("risen/entropy", None)
-    if rise is not None and "collapse/reward_fall" in rewards:
-        rewards["collapse/entropy_rise"] = rise  # of a run that still learns it is exploration
+    if entropy and "collapse/reward_fall" in rewards:
+        rewards["collapse/entropy_rise"] = entropy["fallen/entropy"]  # of a run that still learns it is exploration
     growth = _lengths(rows, thresholds) | _gradients(rows, window) | _mismatch(rows, window, thresholds)
     return rewards | entropy | growth
 
@@ -94,7 +93,7 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
     Means are of up to ``window`` rows, of fewer in a short log. Falls are shares of the best mean, or of the range of
     all means where that is wider (rewards may be negative), and not given where chance explains them.
     """
-    logged = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
+    logged = _of_first(rows, ("reward",))
     size = max(min(window, len(logged) // 6), FEWEST)
     if len(logged) < 2 * size:
         return {}
@@ -109,12 +108,12 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
 
     places = np.arange(len(means))
     before, now, lowest = best(places[:-size]), best(places[-1:]), float(means.min())
+    scale = _scale(before, lowest)
     falls = {"collapse/reward_fall": _fall(before, now, lowest)}
     since = ends > steps[-1] - thresholds.reward_drop_steps
     if not since.all():
         falls["collapse/reward_drop"] = _fall(best(places[~since]), best(places[since]), lowest)
     found = {name: value for name, value in falls.items() if value is not None}
-    scale = max(abs(before.value), before.value - lowest)
     if "collapse/reward_fall" in found and len(rewards) >= 2 * _ALL_OF:
         reached = (before.value - float(rewards[-_ALL_OF:].max())) / scale
         found |= {"collapse/reward_lost": found["collapse/reward_fall"]} if reached > _HALF else {}
@@ -122,8 +121,12 @@ def _falls(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str
     return {**found, "holds/reward": float(before.value - now.value <= margin), "size/reward": scale}
 
 
+def _scale(best: _Mean, lowest: float) -> float:
+    return max(abs(best.value), best.value - lowest)
+
+
 def _fall(best: _Mean, now: _Mean, lowest: float) -> float | None:
-    size, fall = max(abs(best.value), best.value - lowest), best.value - now.value
+    size, fall = _scale(best, lowest), best.value - now.value
     return fall / size if size > 0 and fall > _CHANCE * (best.half_width + now.half_width) else None
 
 
@@ -133,8 +136,7 @@ def _entropy(rows: Sequence[Row], window: int) -> dict[str, float]:
     if len(measured) < 2 * FEWEST:
         return {}
     now = measured[-min(window, len(measured) - FEWEST) :]
-    ratio = mean(now) / mean(measured[:FEWEST])
-    return {"fallen/entropy": ratio, "risen/entropy": ratio}
+    return {"fallen/entropy": mean(now) / mean(measured[:FEWEST])}
 
 
 def _mismatch(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str, float]:
@@ -207,7 +209,18 @@ def _of_first(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[float, fl
 def _then_and_now(
     values: Sequence[tuple[float, float]], thresholds: Thresholds, most: int = _SIDE
 ) -> tuple[_Mean, _Mean] | None:
-    """Means of up to ten rows (``most``), ``length_window`` steps before and now; None with fewer than ten rows in all.
+    """Means of up to ``most`` rows, ``length_window`` steps before and now; None with fewer than ten rows in all."""
+    parts = _parts(values, thresholds, most)
+    if parts is None:
+        return None
+    first, before, now = parts
+    return _Mean(mean(before), wobble(before), first), _Mean(mean(now), wobble(now), len(values) - len(now))
+
+
+def _parts(
+    values: Sequence[tuple[float, float]], thresholds: Thresholds, most: int
+) -> tuple[int, list[float], list[float]] | None:
+    """Where the rows of ``length_window`` steps before begin, their values and those of the last rows.
 
     A run that is shorter than the window is measured from its start.
     """
@@ -218,18 +231,15 @@ def _then_and_now(
     # the first row inside the window, but early enough that the rows from it on are not among the last ones
     first = min(next(i for i, (step, _) in enumerate(values) if step >= start), len(values) - 2 * size)
     before, now = ([value for _, value in part] for part in (values[first : first + size], values[-size:]))
-    return _Mean(mean(before), wobble(before), first), _Mean(mean(now), wobble(now), len(values) - size)
+    return first, before, now
 
 
 def _learning(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str, float]:
     """``learning/reward_gain``: the reward less that of ``length_window`` steps before."""
-    rewards = [(row["step"], row["reward"]) for row in rows if math.isfinite(row.get("reward", math.nan))]
-    count = min(window, len(rewards) // 2)
-    if count < FEWEST:
+    parts = _parts(_of_first(rows, ("reward",)), thresholds, window)
+    if parts is None:
         return {}
-    start = rewards[-1][0] - thresholds.length_window
-    first = min(next(i for i, (step, _) in enumerate(rewards) if step >= start), len(rewards) - 2 * count)
-    before, now = ([reward for _, reward in part] for part in (rewards[first : first + count], rewards[-count:]))
+    _, before, now = parts
     half_width = math.hypot(scatter(before) or 0.0, scatter(now) or 0.0)
     return {"learning/reward_gain": mean(now) - mean(before), f"learning/reward_gain{INTERVAL}": half_width}
 
