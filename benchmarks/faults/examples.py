@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class Run:
     generations: int = 60
     lost_tokens: float = 0.0
     repeated: bool = False
+    unread: bool = False
 
 
 def rejecting(low: float, high: float) -> op.Objective:
@@ -109,15 +110,15 @@ RUNS = {
         ),
     ),
     "rejection_limit": Run(
-        "engine's weights rounded to INT4, geometric mask 0.93 to 1.07",
-        train.Setting(rejecting(0.93, 1.07), bits=4, learning_rate=5e-4),
+        "engine's weights rounded to INT4, geometric mask 0.94 to 1.06",
+        train.Setting(rejecting(0.94, 1.06), bits=4, learning_rate=5e-4),
     ),
     "correction_limit": Run(
         "engine's weights rounded to INT3, geometric mask 0.9 to 1.1",
         train.Setting(rejecting(0.9, 1.1), bits=3, learning_rate=5e-4),
     ),
     "clip_saturation": Run(
-        "rollouts 8 generations behind, clipped", train.Setting(train.PLAIN, lag=8, learning_rate=1e-3)
+        "rollouts 16 generations behind, clipped", train.Setting(train.PLAIN, lag=16, learning_rate=1e-3)
     ),
     "length_surge": Run("a reward for every token", train.SETTINGS["length_hack"], generations=30),
     "sequence_variance": Run(
@@ -140,6 +141,7 @@ RUNS = {
         train.Setting(train.NO_CLIP, bits=8, lag=16, learning_rate=1e-3),
         generations=100,
     ),
+    "no_signal": Run("a reward whose parser reads no answer", train.Setting(train.PLAIN), 12, unread=True),
     "engine_logprobs_missing": Run("engine returns no log-probs", train.Setting(train.PLAIN), 10, lost_tokens=1.0),
     "nonfinite": Run(
         "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=0.02
@@ -214,7 +216,7 @@ def of_cache(cache: KVCache, cause: str) -> dict[str, Any]:
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     """What was injected, and what ``doctor`` said of the run."""
-    with losing_tokens(run.lost_tokens) if run.lost_tokens else repeating() if run.repeated else _nothing():
+    with _fault_of(run):
         train.train(run.setting, 0, steps=run.generations, start=start, folder=folder)
     findings = examine(folder).diagnosis.findings
     return {
@@ -234,6 +236,19 @@ def of_learned(folder: Path) -> dict[str, Any]:
         "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
         "right": LEARNED in [one.cause for one in findings],
     }
+
+
+def _fault_of(run: Run) -> AbstractContextManager[None]:
+    if run.lost_tokens:
+        return losing_tokens(run.lost_tokens)
+    return repeating() if run.repeated else unread() if run.unread else _nothing()
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Every answer earns 0."""
+    with mock.patch.object(train, "reward", lambda answers, task: torch.zeros(len(answers.ids))):
+        yield
 
 
 @contextmanager

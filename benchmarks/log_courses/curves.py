@@ -202,7 +202,20 @@ def gets_concise(t: Curve, draw: Draw) -> Course:
     return Course(toward(t, 0.4, 0.75, 100), toward(t, 900, 350, 100), toward(t, 0.4, 0.2, 100))
 
 
+@scenario(healthy=True)
+def solved_to_the_end(t: Curve, draw: Draw) -> Course:
+    """Every response is right, so there is no gradient any more."""
+    solved = t >= 0.6 * len(t)
+    return Course(np.where(solved, 1.0, toward(t, 0.5, 0.98, 20)), 300, 0.3, np.where(solved, 0.0, 0.2))
+
+
 # ------------------------------------------------------------------------------------------------------------ broken
+@scenario(healthy=False)
+def reward_never_read(t: Curve, draw: Draw) -> Course:
+    """The parser of the reward reads no answer."""
+    return Course(0.0, 600, 0.35, 0.0)
+
+
 @scenario(healthy=False)
 def reward_gone_at_once(t: Curve, draw: Draw) -> Course:
     gone = t >= 0.75 * len(t)

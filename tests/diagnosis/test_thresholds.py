@@ -246,6 +246,25 @@ def gradient_spike(value: float, limits: Thresholds) -> set[str]:
     return findings(MetricsLog(tuple({**row, "reward": 1.0 if row["step"] < 37 else 0.9} for row in rows)), limits)
 
 
+def one_token(value: float, limits: Thresholds) -> set[str]:
+    """A log without KL k3: the mean distance of the tokens, and one that is far."""
+    far = {"mismatch/kl_k3": math.nan, "mismatch/logp_diff_mean": value, "mismatch/logp_diff_max": 6.0}
+    return findings(log_of([far] * 12), limits)
+
+
+def still_groups(value: float, limits: Thresholds) -> set[str]:
+    rows = log_of([{}] * 12).rows
+    return findings(MetricsLog(tuple({**row, "frac_reward_zero_std": value} for row in rows)), limits)
+
+
+def still_gradient(value: float, limits: Thresholds) -> set[str]:
+    """Of a thousand steps that share has a gradient of 0."""
+    rows = log_of([{}] * 1000).rows
+    norms = (0.0 if step < 1000 * value else 1.0 for step in range(1000))
+    log = MetricsLog(tuple({**row, "grad_norm": norm} for row, norm in zip(rows, norms, strict=True)))
+    return {f"{one.cause} {one.severity}" for one in diagnose(log, limits, window=1000).findings}
+
+
 def sync_rounds(value: float, limits: Thresholds) -> bool:
     return bool(SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": value}, limits))
 
@@ -390,6 +409,11 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     "reward_drop": (Walk(reward_drop, set(), COLLAPSE), Walk(reward_fall, set(), NOT_YET)),
     "reward_drop_steps": (Walk(drop_since, NOT_YET, COLLAPSE),),
     "reward_lost": (Walk(reward_lost, {"collapse notice"}, {"collapse critical"}),),
+    "logp_diff_small": (Walk(one_token, OFF, FAR),),
+    "signal_lost": (
+        Walk(still_groups, set(), {"no_signal warning"}),
+        Walk(still_gradient, set(), {"no_signal warning"}),
+    ),
     "length_left": (Walk(length_left, COLLAPSE, set()),),
     "gradient_spike": (
         Walk(lambda value, limits: findings(spread("grad_norm", 1.0, value, steps=60), limits), set(), NOT_YET),

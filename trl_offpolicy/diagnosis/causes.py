@@ -185,6 +185,16 @@ CAUSES: dict[str, Cause] = {
         "Go back to a checkpoint from before, and halve the learning rate. The other findings say what drove it.",
         "learning_rate: 5.0e-7   # half of yours\n",
     ),
+    "no_signal": Cause(
+        "nothing to learn from",
+        "F",
+        "The gradient is 0, or the responses of nearly every group have equal rewards, so that all advantages are 0.",
+        "grad_norm and frac_reward_zero_std. The rewards of some groups: all right, all wrong, or a reward that is a "
+        "constant? If rewards differ within groups, count the trainable parameters and what the masks drop. A log "
+        "that rounds may show a small gradient as 0.",
+        "Take prompts that the model solves sometimes, more responses per prompt, or a reward that tells better from "
+        "worse. A reward of 0 for everything is often a format that the parser of the reward does not read.",
+    ),
     # ------------------------------------------------------------------------- faults that the attribution tells apart
     "temperature": Cause(
         "temperature mismatch",

@@ -241,9 +241,24 @@ _RATES = ("learning_rate", "actor/lr", "policy/policy_lr", "train/lr-pg_0")
 
 
 def _rate(log: MetricsLog) -> float | None:
-    """The largest learning rate of the run, which its schedule comes from; None = not logged, or rounded to 0.000."""
+    """The largest learning rate since it was set, from which its schedule goes; None = not logged, or as 0.000."""
     name = log.first_logged(_RATES)
-    return None if name is None else max(log.series(name).values, default=0.0) or None
+    if name is None:
+        return None
+    rates = [rate for rate in log.series(name).values if rate > 0]
+    return max(rates[_last_cut(rates) :], default=None)
+
+
+_CUT, _STEADY = 0.67, 0.95
+
+
+def _last_cut(rates: Sequence[float]) -> int:
+    """Where the rate was lowered at once, by a third or more, as when a run is resumed with another; else 0."""
+    for place in range(len(rates) - 2, 1, -1):
+        earlier, before, now, after = rates[place - 2 : place + 2]
+        if now < _CUT * before and before >= _STEADY * earlier and after >= _STEADY * now:
+            return place
+    return 0
 
 
 def _by_rounding(found: Diagnosis) -> bool:

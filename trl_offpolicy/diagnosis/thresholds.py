@@ -73,6 +73,9 @@ class Thresholds:
         DIAGNOSTICS,
     )
     logp_diff_outlier: float = _number(4.605, "largest |log-ratio|: a factor of 100", SKYRL)
+    logp_diff_small: float = _number(
+        0.05, "mean |log-ratio| that rounding to bfloat16 explains, where no KL k3 was logged", OURS
+    )
     k1_negative: float = _number(0.001, "nats below 0 from which a step's KL k1 counts as negative", OURS)
     k1_negative_share: float = _number(0.5, "share of the steps with a negative KL k1 that is frequent", YAO_OURS)
     weight_off: float = _number(0.2, "|mean weight - 1| that is far from 0", DIAGNOSTICS)
@@ -102,6 +105,9 @@ class Thresholds:
     reward_drop: float = _number(0.3, "fall of the reward from its best that is a collapse", CONJECTURES)
     reward_drop_steps: float = _number(100.0, "optimizer steps without recovery that make it one", CONJECTURES)
     reward_lost: float = _number(0.7, "fall of the reward, with no step of ten near half of its best", OURS)
+    signal_lost: float = _number(
+        0.9, "share of groups with equal rewards, or of steps with a gradient of 0, that leaves nothing to learn", OURS
+    )
     length_left: float = _number(0.15, "response length over the longest before: next to nothing is left", OURS)
     gradient_spike: float = _number(10.0, "gradient norm over its median before, if the reward falls", CONJECTURES)
     confident_high: float = _number(

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.doctor import _rate as rate_in_force
 from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, OURS, THEIRS, TO_LOG, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.tree import TREE
 from trl_offpolicy.presets import from_ms_swift, from_skyrl, from_slime, from_trl, from_verl
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -40,6 +42,10 @@ def correction_of(framework: str, settings: Mapping[str, Any]) -> Any:
     return from_trl(**settings)
 
 
+def settings_log_a_distance(settings: Mapping[str, Any]) -> bool:
+    return settings["vllm_importance_sampling_correction"] is True
+
+
 @pytest.mark.parametrize("framework", THEIRS)
 @pytest.mark.parametrize("thing", _CORRECTIONS)
 def test_each_correction_is_what_it_says_in_their_options(framework: str, thing: Any) -> None:
@@ -53,6 +59,10 @@ def test_each_correction_is_what_it_says_in_their_options(framework: str, thing:
         warnings.simplefilter("ignore")
         preset = correction_of(framework, found)
     weights, keep = preset.correction.weights, preset.correction.keep
+    if framework == "TRL" and thing in ("measure", "geometric"):  # a weight of 1: TRL logs no distance without one
+        (one,) = weights
+        assert settings_log_a_distance(found) and 1 - 1e-5 < one.min_weight < one.max_weight == 1
+        weights = ()
     if thing == "measure":
         assert not weights and not keep
     if thing in ("token", "tis"):
@@ -181,3 +191,21 @@ def test_half_of_the_learning_rate_is_half_of_the_runs_own(framework: str) -> No
     if named:
         unknown = advise(["collapse"], named)
         assert unknown.yaml == "" and unknown.later == ("collapse: half of your learning rate, which was not logged",)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([1e-7, 1e-6, 9e-7, 5e-7, 1e-7, 1e-8], 1e-6),  # a schedule, logged rarely
+        ([1e-6 * (1 - step / 400) for step in range(400)], 1e-6),
+        ([1e-6] * 50 + [1e-7] * 50, 1e-7),  # lowered at once
+        ([1e-6] * 50 + [1e-8, 5e-8, *[1e-7] * 50], 1e-7),  # ... with a warm-up
+        ([1e-6] * 50 + [3e-6] * 50, 3e-6),
+        ([1e-6] * 50 + [5e-7, 2e-7, 0.0], 1e-6),  # a stable rate that decays at the end
+        ([0.0] * 9, None),
+        ([], None),
+    ],
+)
+def test_the_rate_of_which_half_is_advised_is_the_one_in_force(rates: list[float], expected: float | None) -> None:
+    rows = tuple({"step": float(step), "learning_rate": rate} for step, rate in enumerate(rates))
+    assert rate_in_force(MetricsLog(rows)) == expected

@@ -209,3 +209,30 @@ def test_a_mismatch_that_grows_thirtyfold_is_a_warning_and_no_rounding() -> None
     assert found(60, **grows, offpolicy__mismatch__logp_diff_mean=lambda step: 0.01 if step < 30 else 0.15) == [
         ("engine_mismatch", "warning")
     ]
+
+
+@pytest.mark.parametrize(
+    ("beside", "severity"),
+    [
+        ({"reward": 0.0, "grad_norm": 0.0}, "warning"),
+        ({"reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 1e-3}, "warning"),  # only the KL term has a gradient
+        ({"reward": lambda step: min(0.2 + 0.02 * step, 1.0), "frac_reward_zero_std": 0.98}, "notice"),  # solved
+        ({"reward": lambda step: max(1.0 - 0.02 * step, 0.0), "frac_reward_zero_std": 0.98}, "warning"),
+        ({"reward": 0.1, "frac_reward_zero_std": 0.8, "grad_norm": 0.1}, None),  # a task that is hard
+        ({"reward": 0.1, "grad_norm": lambda step: 0.0 if step % 2 else 0.1}, None),
+    ],
+)
+def test_a_run_without_anything_to_learn_from(beside: dict[str, Any], severity: str | None) -> None:
+    told = [one for one in found(60, **beside) if one[0] == "no_signal"]
+    assert told == ([] if severity is None else [("no_signal", severity)])
+
+
+def test_one_far_token_of_a_log_without_kl_is_a_notice_with_the_next_test() -> None:
+    unlogged: dict[str, Number] = {"offpolicy/mismatch/kl_k3": float("nan"), "offpolicy/mismatch/prob_pearson": 0.999}
+    stock = {"sampling/sampling_logp_difference/mean": 0.03, "sampling/sampling_logp_difference/max": 7.0}
+    (finding,) = judged(40, unlogged | stock).findings
+    assert finding.severity == "notice" and "trl_offpolicy.attach" in finding.fix and not finding.snippet
+    (finding,) = judged(40, unlogged | stock | {"sampling/sampling_logp_difference/mean": 0.09}).findings
+    assert finding.severity == "warning" and finding.snippet
+    # a KL that was logged decides by itself
+    assert ("engine_mismatch", "critical") in found(40, offpolicy__mismatch__kl_k3=0.2)

@@ -51,6 +51,10 @@ def _under(prefix: str, **values: object) -> dict[str, object]:
     return {f"{prefix}.{key}": value for key, value in values.items()}
 
 
+def _under_score(**values: object) -> dict[str, object]:
+    return {f"{_TRL_CORRECTION}_{key}": value for key, value in values.items()}
+
+
 _VERL_LOGPS = _under(_VERL_ROLLOUT, calculate_log_probs=True)
 _VERL: dict[Thing, Settings] = {
     "measure": {**_under(_VERL_CORRECTION, rollout_is=None, rollout_rs=None), **_VERL_LOGPS},
@@ -131,26 +135,16 @@ _SLIME: dict[Thing, Settings] = {
     "rate": {"lr": 5e-7},
     "routing": {"use_rollout_routing_replay": True},
 }
+_TRL_TRUNCATED = _under_score(correction=True, mode="token_truncate")
+_TRL_MEASURED = {**_TRL_TRUNCATED, **_under_score(clip_min=0.999999, clip_max=1.0)}
+"""Weights of 1 (TRL refuses two equal bounds): without its correction TRL logs no distance."""
+_TRL_CAPPED = {**_TRL_TRUNCATED, **_under_score(clip_min=None, clip_max=2.0)}
 _TRL: dict[Thing, Settings] = {
-    "measure": {f"{_TRL_CORRECTION}_correction": False},
-    "token": {
-        f"{_TRL_CORRECTION}_correction": True,
-        f"{_TRL_CORRECTION}_mode": "token_truncate",
-        f"{_TRL_CORRECTION}_clip_max": 2.0,
-        "off_policy_mask_threshold": 0.01,
-    },
-    "geometric": {f"{_TRL_CORRECTION}_correction": False, "off_policy_mask_threshold": 0.01},
-    "band": {
-        f"{_TRL_CORRECTION}_correction": True,
-        f"{_TRL_CORRECTION}_mode": "token_mask",
-        f"{_TRL_CORRECTION}_clip_min": 0.5,
-        f"{_TRL_CORRECTION}_clip_max": 5.0,
-    },
-    "tis": {
-        f"{_TRL_CORRECTION}_correction": True,
-        f"{_TRL_CORRECTION}_mode": "token_truncate",
-        f"{_TRL_CORRECTION}_clip_max": 2.0,
-    },
+    "measure": {**_TRL_MEASURED, "off_policy_mask_threshold": None},
+    "token": {**_TRL_CAPPED, "off_policy_mask_threshold": 0.01},
+    "geometric": {**_TRL_MEASURED, "off_policy_mask_threshold": 0.01},
+    "band": _under_score(correction=True, mode="token_mask", clip_min=0.5, clip_max=5.0),
+    "tis": _TRL_CAPPED,
     "dtype": {"bf16": False, "fp16": True},
     "steps": {"num_iterations": 1},
     "rate": {"learning_rate": 5e-7},

@@ -25,6 +25,8 @@ Array = NDArray[np.integer]
 LENGTHS = (f"{PREFIX}rollout/response_length_mean", "completions/mean_length")
 CUT = ("completions/clipped_ratio", "response_length/clip_ratio", "rollout/truncated_ratio")
 """Share of responses that reached the length limit, as TRL and ms-swift, verl and slime log it."""
+EQUAL = "frac_reward_zero_std"
+"""Share of groups with equal rewards, as TRL logs it."""
 _SIDE = 10
 """Rows of which a length is a mean."""
 BASELINE = 50
@@ -69,7 +71,7 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
     if entropy and "collapse/reward_fall" in rewards:
         rewards["collapse/entropy_rise"] = entropy["fallen/entropy"]  # of a run that still learns it is exploration
     growth = _lengths(rows, thresholds) | _gradients(rows, window) | _mismatch(rows, window, thresholds)
-    return rewards | entropy | growth
+    return rewards | entropy | growth | _signal(rows, window)
 
 
 class _Mean(NamedTuple):
@@ -128,6 +130,27 @@ def _scale(best: _Mean, lowest: float) -> float:
 def _fall(best: _Mean, now: _Mean, lowest: float) -> float | None:
     size, fall = _scale(best, lowest), best.value - now.value
     return fall / size if size > 0 and fall > _CHANCE * (best.half_width + now.half_width) else None
+
+
+def _signal(rows: Sequence[Row], window: int) -> dict[str, float]:
+    """Whether the last rows hold anything to learn from.
+
+    - ``still/gradient``: share of them whose gradient norm is 0;
+    - ``still/rewards``: share of their groups with equal rewards, whose advantages are 0;
+    - ``gained/reward``: their reward less that of the first rows: a task that is solved has nothing left either.
+    """
+    last, found = rows[-window:], dict[str, float]()
+    norms, equal = values_of(last, "grad_norm"), values_of(last, EQUAL)
+    if len(norms) >= FEWEST:
+        found["still/gradient"] = sum(norm == 0 for norm in norms) / len(norms)
+    if len(equal) >= FEWEST:
+        found["still/rewards"] = mean(equal)
+    rewards = values_of(rows, "reward")
+    if len(rewards) >= 2 * FEWEST:
+        first, now = rewards[:FEWEST], rewards[-FEWEST:]
+        found["gained/reward"] = mean(now) - mean(first)
+        found[f"gained/reward{INTERVAL}"] = math.hypot(scatter(first) or 0.0, scatter(now) or 0.0)
+    return found
 
 
 def _entropy(rows: Sequence[Row], window: int) -> dict[str, float]:

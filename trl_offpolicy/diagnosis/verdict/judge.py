@@ -231,7 +231,7 @@ def _since(log: MetricsLog, symptom: Symptom, thresholds: Thresholds) -> int | N
     return found
 
 
-_ALIASES = ("alone", "close", "open")
+_ALIASES = ("alone", "close", "lone", "open")
 """Readings that are a logged metric under a condition."""
 
 

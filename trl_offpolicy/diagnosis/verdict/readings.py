@@ -38,6 +38,8 @@ _DERIVED_WORDS = {
     "growth/cut": "ten steps less ten before",
     "fallen": "mean of {steps} steps over that of the first five",
     "learning": "mean of {steps} steps less that of 100 steps before",
+    "gained": "mean of the last five steps less that of the first five",
+    "still/gradient": "share of {steps} steps",
 }
 
 
@@ -127,9 +129,12 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
         found.get("mismatch/kl_k3", math.inf) <= thresholds.kl_healthy
         and found.get("mismatch/prob_pearson", -math.inf) >= thresholds.pearson_healthy
     )
+    # other frameworks log no KL: how far the tokens are apart on average, rounding may explain
+    small = found.get("mismatch/logp_diff_mean", math.inf) <= thresholds.logp_diff_small
+    lone = small and "mismatch/kl_k3" not in found
     for name in ("mismatch/prob_diff_max", "mismatch/logp_diff_max"):
         if name in found:
-            extra[f"{'close' if healthy else 'open'}/{name}"] = found[name]
+            extra[f"{'close' if healthy else 'lone' if lone else 'open'}/{name}"] = found[name]
     for group in _RATIOS:
         extra |= _only_others(found, group)
         key = f"{PREFIX}{group}/kl_k1"

@@ -32,13 +32,14 @@ half-width of the 95 % interval of that value. Beside the logged ones there are 
 - ``rejecting/ess``: only where something is dropped; ``one_term/dropped_fraction``: if only single terms were logged;
   ``zeroed/weight``, ``capped/weight``: share of weights outside a band, at a cap; ``off/weight_mean``: |mean - 1|,
   ``capped/weight_mean``: the same after cap and masks, where only that was logged;
-- ``close/<metric>``: a maximum over tokens where KL k3 and correlation are known to be healthy, else ``open/<metric>``;
+- ``close/<metric>``: a maximum over tokens where KL k3 and correlation are known to be healthy, ``lone/<metric>``:
+  where only a small mean |log-ratio| is, else ``open/<metric>``;
 - ``queue/version_lag``: lag beyond that of several steps on one generation; ``uncorrected/version_lag``: the same, only
   where nothing is weighted or dropped; ``late/gradient_cosine``: the cosine, only under such a lag;
 - ``growth/gradient_noise``: over what it was; ``weighted/gradient_noise``: over what it was without weights;
 - ``measured/entropy``: over the steps that measured it; ``gap/reward``: engine's against trainer's;
 - what :mod:`~.course` compares with earlier steps: ``fallen/*``, ``growth/*``, ``collapse/*``, ``learning/*``,
-  ``holds/reward``, ``regained/reward``."""
+  ``holds/reward``, ``regained/reward``, ``still/*``, ``gained/reward``."""
 INTERVAL = "_ci95"
 CONFIDENT = "mismatch/confident_disagreement_fraction"
 """Share of tokens that the engine gave at least half and the trainer more than 2 nats less, at version lag 0."""
@@ -171,6 +172,11 @@ _SURGE = Symptom("rollout/length_surge", ">", "length_surge", "response length o
 _CUT = Symptom("growth/cut", ">", "cut_rising", "share of responses cut at the length limit less that of then")
 LEARNS = Symptom("learning/reward_gain", ">", 0.0, "gain of the reward in these steps")
 _HOLDS = Symptom("holds/reward", ">", 0.0, "reward still at its best")
+_STILL = (
+    Symptom("still/gradient", ">", "signal_lost", "share of steps whose gradient norm is 0"),
+    Symptom("still/rewards", ">", "signal_lost", "share of groups with equal rewards"),
+)
+_GAINED = Symptom("gained/reward", ">", 0.0, "gain of the reward since the start")
 _COLLAPSE = (
     Symptom("collapse/gradient_spike", ">", "gradient_spike", "gradient norm over the median before it"),
     Symptom("collapse/entropy_rise", ">", "entropy_rising", "entropy over that of the start, while the reward fell"),
@@ -197,6 +203,15 @@ _ENGINE_STEPS = (
         unless=(_AT_FLOOR, *_ENGINE, *_ENGINE_FAR, *_ENGINE_NEAR),
         instead="Nothing yet: KL k3 and the correlation are healthy. Look at the worst tokens of the report; a "
         "mixture of experts, or many tokens, has such a one now and then.",
+    ),
+    Step(
+        "engine_mismatch",
+        "notice",
+        _of_one_token("lone"),
+        unless=(_AT_FLOOR, *_ENGINE, *_ENGINE_FAR, *_ENGINE_NEAR),
+        instead="Nothing yet: on average the tokens differ by no more than rounding. Whether such ones are rare, KL k3 "
+        "tells, and which they are, recorded rollouts: trl_offpolicy.attach measures both in a run of TRL, and "
+        "trl-offpolicy probe without one.",
     ),
     # the trainer against itself: a floor that is a fault of its own, which would hide all others
     Step("dropout", "critical", (_NOISY,)),
@@ -339,6 +354,14 @@ _LOSS_STEPS = (
     ),
     Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
     Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
+    Step("no_signal", "warning", _STILL, unless=(_GAINED,)),
+    Step(
+        "no_signal",
+        "notice",
+        _STILL,
+        all_of=(_GAINED,),
+        instead="Nothing, if the task is solved: end the run, or go on with harder prompts.",
+    ),
 )
 
 SYNC_ROUNDING = Step(
