@@ -416,7 +416,8 @@ CASES = {
     ),
     "ms-swift yaml": Case(
         "ms-swift", "rlhf.yaml", SWIFT_YAML,
-        {"rollout_importance_sampling_mode": "token_truncate", "off_policy_sequence_mask_delta": 0.1, "beta": 0},
+        {"rollout_importance_sampling_mode": "token_truncate", "off_policy_sequence_mask_delta": 0.1, "beta": 0,
+         "loss_type": None},
         {"loss_type": "cispo", "epsilon_high": 5.0, "use_peft": True, "lora_r": 16, "lora_alpha": 32,
          "lora_target_modules": ["all-linear"], "top_p": 0.9, "top_k": 50, "learning_rate": 1e-4},
     ),

@@ -23,7 +23,7 @@ from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.parts import as_mapping, read_numbers
-from trl_offpolicy.presets.frameworks.trl import TRLOptions
+from trl_offpolicy.presets.frameworks.trl import AGGREGATION, TRLOptions
 from trl_offpolicy.presets.parsing import (
     parse_advantages,
     parse_correction,
@@ -555,6 +555,8 @@ def _refuse_double(
     for key, names in sources.items():
         if key == "kl" and args.beta == getattr(args, "_beta_of_kl", None):
             continue  # set from the KL term itself
+        if key == "aggregation" and overrides.get(key) == AGGREGATION[args.loss_type]:
+            continue  # both say the same
         both = [name for name in names if key in overrides and getattr(args, name) != defaults[name]]
         if both:
             raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")

@@ -54,9 +54,27 @@ def test_the_weight_multiplies_policy_and_kl_term(mode, delta, random_batch):
 
     given = {} if mode is None else {"rollout_importance_sampling_mode": mode}
     given |= {} if mode is None else {"rollout_importance_sampling_threshold": CAP}
-    preset = quiet(**given, off_policy_sequence_mask_delta=delta, beta=BETA)
+    preset = quiet(**given, off_policy_sequence_mask_delta=delta, beta=BETA, loss_type="bnpo")
     assert preset.objective(batch).loss.item() == pytest.approx(loss, rel=2e-5, abs=1e-7)
     torch.testing.assert_close(gradient(preset, batch), slopes, rtol=2e-4, atol=1e-6)
+
+
+def test_the_loss_type_is_the_denominator(random_batch):
+    """ms-swift's default is a mean by response; one response of the batch has no token, and counts."""
+    batch = random_batch(2)
+    means = []
+    for row in rows_of(batch):
+        ratios = [math.exp(now - old) for now, old in zip(row.current, row.old, strict=True)]
+        terms = [max(-r * row.advantage, -min(max(r, 0.8), 1.2) * row.advantage) for r in ratios]
+        means.append(sum(terms) / max(len(terms), 1))
+    losses = {one: quiet(beta=0.0, loss_type=one).objective(batch).loss.item() for one in ("grpo", "bnpo", "dapo")}
+    assert losses["grpo"] == quiet(beta=0.0).objective(batch).loss.item()
+    assert losses["grpo"] == pytest.approx(sum(means) / len(means), rel=2e-5, abs=1e-7)
+    assert losses["bnpo"] == losses["dapo"] != losses["grpo"]
+    assert quiet(loss_type=None).objective.aggregation == "token_mean"
+    assert quiet(loss_type="dr_grpo").objective.aggregation == "seq_mean_token_sum_norm"
+    with pytest.raises(ValueError, match=r"^loss_type must be one of .* but got 'cispo'"):
+        quiet(loss_type="cispo")
 
 
 def test_defaults():

@@ -25,6 +25,8 @@ from trl_offpolicy.migrate.rules import (
     whole,
 )
 
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+"""Losses of which the preset sets the denominator."""
 _SAME = [
     "num_generations",
     "per_device_train_batch_size",
@@ -84,11 +86,13 @@ def _loss(source: Source) -> Iterable[Found]:
     """TRL's loss types, and those for which the aggregation of another one is right."""
     key, level = "loss_type", "importance_sampling_level"
     kind = text(key, source.get(key) or "grpo")
-    same = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
-    if kind in same:
-        yield Carried(source.given(key), {"loss_type": kind}, "" if source.has(key) else "the default of loss_type")
+    option = {"option.loss_type": kind if kind in LOSS_TYPES else None} if kind != "grpo" else {}
+    if kind in (*LOSS_TYPES, "cispo", "sapo"):
+        why = "" if source.has(key) else "the default of loss_type"
+        yield Carried(source.given(key), {"loss_type": kind, **option}, why)
     else:
         yield shared.no_loss(source.given(key), kind)
+        yield Carried((), option)
     if not source.has(level):
         return
     given = source.settings.values[level]

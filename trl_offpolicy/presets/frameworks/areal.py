@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, RawWeight, TermInputs, Violations, Weight
+from trl_offpolicy.correction.terms.checks import check_order
 from trl_offpolicy.correction.terms.keep import reach
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.levels import Level, aggregate
@@ -22,6 +23,7 @@ CHOICES = {
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
     "agg": ("mean", "sum", "max"),
 }
+_NEVER_NEGATIVE = ("kl_k2", "kl_k3", "binary_kl")
 AGGREGATES: dict[str, Level] = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
 
 
@@ -55,6 +57,11 @@ class ReversedK3Band(KeepTerm):
     low: float | None
     level: Level
 
+    def __post_init__(self) -> None:
+        check_order("low", self.low, "high", self.high)
+        if self.high <= 0:
+            raise ValueError(f"high must be positive, because it bounds what is never negative, but got {self.high}.")
+
     @property
     def name(self) -> str:
         """Name in the metrics, ``areal_kl_k3_<level>``."""
@@ -62,7 +69,7 @@ class ReversedK3Band(KeepTerm):
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Where exp(-l) - 1 + l is above ``high``, and where it is below ``low``."""
-        held = inputs.log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        held = inputs.log_ratios.clamp(min=-LOG_RATIO_CLAMP)  # upwards it grows as l does, which no float minds
         value = aggregate(k3(-held), inputs.mask, self.level)
         return Violations(value > self.high, None if self.low is None else value < self.low)
 
@@ -79,8 +86,10 @@ def from_areal(**rejection_sampling: object) -> Preset:
     - upper (default 5.0), lower: inclusive.
     - use_decoupled_loss: True by default here. In AReaL it is False, but ``rejection_sampling`` acts only with it.
 
-    pi_old is AReaL's proximal policy. Dropped tokens stay in the denominator. AReaL does not clamp log-ratios.
-    Non-finite log-ratios are neutral here (in AReaL they fail every KL bound). "binary_kl" clamps probabilities to
+    pi_old is AReaL's proximal policy. Dropped tokens stay in the denominator. AReaL does not clamp log-ratios; here
+    those of "kl_k2" are held within +-20 nats, so that a mean over a long response may keep what AReaL drops.
+    Non-finite log-ratios are neutral here; in AReaL they fail the KL bounds (but -inf the upper one of "kl_k1", and a
+    probability of 0 counts as 1e-8 in "binary_kl"). "binary_kl" clamps probabilities to
     [1e-6, 1 - 1e-6] as its authors do; AReaL's upper clamp, 1 - 1e-8, is 1 in float32, so that a token of probability
     1 gives NaN there and is dropped. AReaL's own check of the configuration still refuses the name "binary_kl" at
     cbff54d.
@@ -89,13 +98,15 @@ def from_areal(**rejection_sampling: object) -> Preset:
     r - log r - 1): :class:`ReversedK3Band`. "kl_k1" has the opposite sign of Schulman's k1.
 
     This kit warns in three cases. A bound that nothing reaches (1e9) is left open. Without any ``rejection_sampling``
-    option the decoupled loss applies no weight at all. Without ``use_decoupled_loss`` the options do nothing, and the
-    loss's ratio is pi / mu.
+    option the decoupled loss applies no weight at all. Without ``use_decoupled_loss`` the options do nothing (AReaL
+    then tests a log-ratio of 0, which only bounds that exclude it would drop), and the loss's ratio is pi / mu, unless
+    AReaL's ``recompute_logprob`` is on, which makes it pi / pi_old.
 
     Raises:
         UnknownOptionError: an option that AReaL does not have.
         ValueError: a value that AReaL refuses.
-        NotImplementedError: "clamp" with agg "max" and a lower bound, which clamps only some responses' weights.
+        NotImplementedError: "clamp" with a lower bound and agg "max", or with one above 1 and agg "sum", which clamps
+            only some responses' weights.
 
     Example:
         >>> from_areal(level="token", action="mask", upper=5.0).formula
@@ -104,7 +115,9 @@ def from_areal(**rejection_sampling: object) -> Preset:
     Reference: AReaL 4aef98d8d, ``areal/utils/functional/functional.py``, ``apply_rejection_sampling``; "binary_kl":
     the same function at cbff54d.
     """
-    options = read_options(ARealOptions, rejection_sampling, framework="AReaL's rejection_sampling")
+    options = read_options(
+        ARealOptions, rejection_sampling, framework="AReaL's rejection_sampling", numbers_as_text=True
+    )
     given = [name for name in rejection_sampling if name != "use_decoupled_loss"]
     _check(options, given)
     acts = options.use_decoupled_loss and given
@@ -122,6 +135,10 @@ def _check(options: ARealOptions, given: list[str]) -> None:
     for name, allowed in CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
     bounds.check_bound("upper", options.upper)
+    if options.metric in _NEVER_NEGATIVE and options.upper <= 0:
+        raise ValueError(f"upper must be positive for metric {options.metric!r}, but got {options.upper}.")
+    if options.lower is not None and options.lower > options.upper:
+        raise ValueError(f"lower must be at most upper={options.upper}, but got {options.lower}.")
     if options.metric == "ratio" and options.upper <= 1:
         raise ValueError(f"upper must be above 1 for metric 'ratio', but got {options.upper}.")
     if options.action == "clamp" and options.metric != "ratio":
@@ -138,10 +155,13 @@ def _weight(options: ARealOptions) -> Weight:
     level: Level = "sequence_mean" if (options.level, options.metric) == ("sequence", "ratio") else "token"
     if options.action == "mask":
         return RawWeight(level=level)
-    if options.level == "sequence" and options.agg == "max" and options.lower is not None:
+    low = options.lower
+    of_others = low is not None and (options.agg == "max" or (options.agg == "sum" and low > 1))
+    if options.level == "sequence" and of_others:
         raise NotImplementedError(
-            "action 'clamp' with agg 'max' and lower is not expressible here: AReaL raises the geometric mean to lower "
-            "only in responses whose largest ratio is out of bounds. Use agg 'mean', or lower=None."
+            f"action 'clamp' with agg {options.agg!r} and lower={low} is not expressible here: AReaL raises the "
+            "geometric mean to lower only in responses whose largest ratio, or product, is out of bounds. Use agg "
+            "'mean', or lower=None."
         )
     return bounds.truncate(level, bounds.lower("lower", options.lower), bounds.upper("upper", options.upper))
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from trl_offpolicy.checks import check_number
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, OffPolicySequenceMask, RawWeight, Weight
+from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.presets.frameworks import bounds
 from trl_offpolicy.presets.frameworks.options import check_choice, read_options, warn_no_effect
+from trl_offpolicy.presets.frameworks.trl import AGGREGATION
 from trl_offpolicy.presets.preset import Preset, make_preset
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+"""Those that differ by their denominator alone, which is that of TRL's loss of the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class MSSwiftOptions:
     rollout_importance_sampling_threshold: float = 2.0
     off_policy_sequence_mask_delta: float | None = None
     beta: float | None = 0.04
+    loss_type: str | None = "grpo"
 
 
 def from_ms_swift(**arguments: object) -> Preset:
@@ -33,15 +38,20 @@ def from_ms_swift(**arguments: object) -> Preset:
       geometric mean is above it, with raw token weights on the others. None = no correction.
     - rollout_importance_sampling_threshold: the cap. There is no lower bound.
     - off_policy_sequence_mask_delta: off-policy sequence masking on pi / mu.
-    - beta: coefficient of the KL term (k3, at most 10 nats), which the weight multiplies too; None = 0.04.
+    - beta: coefficient of the KL term (k3, at most 10 nats), which the weight multiplies too; None = 0.04. With the
+      estimators rloo and reinforce_plus_plus ms-swift's default has the KL in the reward: give beta 0.0 then, and
+      ``objective.kl`` with ``place: reward``.
+    - loss_type: the denominator: "grpo" (default) a mean by response, "bnpo" and "dapo" one over tokens, "dr_grpo" over
+      a constant length. None = that of the trainer, as for any other loss.
 
     "Sequence" is the geometric mean in ms-swift, the product in TRL. A dropped response loses its KL term and stays in
     the denominator (not those of off_policy_sequence_mask_delta with loss_type bnpo, which leave it there). ms-swift
     holds the log-ratio of each token within +-20 nats before the geometric mean; here the mean itself is held.
+    Non-finite log-ratios are neutral here; in ms-swift +inf is the cap, weight 0 or a dropped response, and NaN stays.
 
     Raises:
         UnknownOptionError: an argument that ms-swift does not have.
-        ValueError: an unknown mode, or a threshold that is no positive number.
+        ValueError: an unknown mode or loss, or a threshold that is no positive number.
 
     Example:
         >>> from_ms_swift(rollout_importance_sampling_mode="sequence_mask").formula
@@ -72,7 +82,15 @@ def from_ms_swift(**arguments: object) -> Preset:
         kl=kl,
         kl_weighted=kl is not None and mode is not None,
         kl_on="kept" if keep else "all",
+        aggregation=_aggregation(options.loss_type),
     )
+
+
+def _aggregation(loss_type: str | None) -> Aggregation:
+    if loss_type is None:
+        return "token_mean"  # of which a trainer's own loss_type is free
+    check_choice("loss_type", loss_type, LOSS_TYPES)
+    return AGGREGATION[loss_type]
 
 
 def _weight(mode: str, cap: float) -> Weight:

@@ -107,12 +107,15 @@ def from_nemo_rl(**loss_fn: object) -> Preset:
       score-function gradient of each token (:class:`ScoreFunctionKL`).
 
     Dropped tokens stay in the denominator and keep their KL term. NeMo-RL does not clamp log-ratios; a weight that
-    overflows or is NaN is 0 there, and here capped or 1.
+    overflows or is NaN is 0 there ("tis": its floor), and here capped or 1. A log-ratio of -inf has weight 0 there, and
+    1 here. Without token_level_loss a response without a trainable token counts here; NeMo-RL leaves those with
+    ``sample_mask`` 0 out of its mean.
 
     Raises:
         UnknownOptionError: an option that NeMo-RL does not have.
         ValueError: a value that NeMo-RL refuses.
-        NotImplementedError: the KL in the reward, the KL weighted by pi / mu, or the loss on positive examples.
+        NotImplementedError: the KL in the reward or weighted by pi / mu (with a penalty of 0 a warning, because NeMo-RL
+            does not read them then), or the loss on positive examples.
 
     Example:
         >>> from_nemo_rl(
@@ -125,7 +128,7 @@ def from_nemo_rl(**loss_fn: object) -> Preset:
 
     Reference: NeMo-RL 7ea279abf, ``nemo_rl/algorithms/loss/loss_functions.py``, ``ClippedPGLossFn``.
     """
-    options = read_options(NeMoRLOptions, loss_fn, framework="NeMo-RL's loss_fn")
+    options = read_options(NeMoRLOptions, loss_fn, framework="NeMo-RL's loss_fn", numbers_as_text=True)
     _check(options)
     return make_preset(
         "nemo-rl",
@@ -140,7 +143,11 @@ def from_nemo_rl(**loss_fn: object) -> Preset:
 
 
 def _check(options: NeMoRLOptions) -> None:
-    for name in ("use_kl_in_reward", "use_on_policy_kl_approximation"):
+    of_kl = ("use_kl_in_reward", "use_on_policy_kl_approximation")
+    if options.reference_policy_kl_penalty == 0:
+        warn_no_effect(options, of_kl, "with reference_policy_kl_penalty=0", framework="NeMo-RL")
+        of_kl = ()
+    for name in of_kl:
         if getattr(options, name):
             raise NotImplementedError(f"{name} must be False: the KL is in the loss here, without a weight of pi / mu.")
     if options.positive_example_nll_weight:

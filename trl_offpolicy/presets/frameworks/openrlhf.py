@@ -40,6 +40,9 @@ def from_openrlhf(**options: object) -> Preset:
     Dropped tokens stay in the denominator and keep their KL term. OpenRLHF clamps the log-ratio of its PPO loss to +-20
     nats, as this kit does, but none of the others.
 
+    Non-finite log-ratios are neutral here; in OpenRLHF they are a bound ("tis"), drop the response ("seq-mask-tis") or
+    make the loss NaN ("icepop"; so does a ratio that overflows).
+
     Not reproduced: GSPO's mean counts responses without a trainable token (OpenRLHF: only the others); a batch without
     any has loss 0 (OpenRLHF: 0/0).
 
