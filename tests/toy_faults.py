@@ -106,6 +106,16 @@ def by_prompt(size: float, fading: float = 1.0) -> Callable[[Any], Change]:
     return make
 
 
+def another(alike: float) -> Callable[[Any], Change]:
+    """A policy that is sure of other tokens."""
+
+    def make(rng: Any) -> Change:
+        other = 4.0 * rng.normal(size=(ROWS, LENGTH, VOCABULARY))
+        return lambda z, row, place: log_softmax(alike * 3 * z + (1 - alike) * other[row, place])
+
+    return make
+
+
 def sharper(factor: float, size: float) -> Callable[[Any], Change]:
     """A policy that has learned: surer, and with other tastes."""
 
@@ -163,6 +173,7 @@ def filled_up(mu: Any, rng: Any) -> Any:
 
 
 BF16, INT8, LAG = {"dtype": "bfloat16"}, {"quantization": "int8"}, {"weight_version": 2}
+FP8 = {"quantization": "fp8"}
 TEMPERATURE, CUT, MISALIGNED = ("temperature",), ("truncated_sampling",), ("misalignment",)
 PROCESSED, PROMPT, CONFIG, FORMAT = ("logit_processors",), ("prompt_difference",), ("model_config",), ("precision",)
 
@@ -214,6 +225,15 @@ FAULTS: dict[str, Fault] = {
     "another prompt beside a lag": Fault(PROMPT, by_prompt(0.8, 0.85), says=LAG),
     "large noise beside bf16": Fault(("unknown",), noise(0.6), says=BF16),
     "large noise beside a lag": Fault(WEIGHTS, noise(0.9), says=LAG),
+    # two policies with little in common: the mismatch is nearly the trainer's log-probs themselves
+    "another peaked policy": Fault(WEIGHTS, another(0.0)),
+    "a peaked policy that is half another": Fault(WEIGHTS, another(0.5)),
+    "another peaked policy beside a lag": Fault(WEIGHTS, another(0.0), says=LAG),
+    # in few tokens, as rounding never is
+    "a token's logit beside fp8": Fault((*PROCESSED, *CONFIG), drawn(lambda z: log_softmax(z - 3.0 * (IDS == 9))),
+                                        says=FP8),
+    "one in two hundred at random beside fp8": Fault(PROCESSED, drawn(lambda z: np.log(
+        0.995 * np.exp(log_softmax(4 * z)) + 0.005 / len(z))), drawn(lambda z: log_softmax(4 * z)), says=FP8),
     "bf16": Fault(FORMAT, noise(0.015), named=True, says=BF16),
     # log-probs that were written down wrongly
     "a floor": Fault(MISALIGNED, report=lambda mu, _r: np.log(np.exp(mu) + 1e-3)),

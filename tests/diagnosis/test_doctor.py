@@ -263,7 +263,13 @@ def test_stock_trl_with_a_broken_engine(tmp_path: Path, capsys: pytest.CaptureFi
         "KL k3 at equal weights, at least 0.8827 (bound from the means of 20 steps; limit"
     )
     assert seen.advice is not None and seen.advice.where.startswith("GRPOConfig")
-    assert seen.advice.yaml == "vllm_importance_sampling_correction: false"  # no rounding comes to 0.88 nats
+    assert seen.advice.yaml.splitlines() == [  # no rounding comes to 0.88 nats; weights of 1, so that TRL logs it
+        "vllm_importance_sampling_correction: true",
+        "vllm_importance_sampling_mode: token_truncate",
+        "vllm_importance_sampling_clip_min: 0.999999",
+        "vllm_importance_sampling_clip_max: 1.0",
+        "off_policy_mask_threshold: null",
+    ]
     assert main(["doctor", str(path), "--fail-on", "notice"]) == 3
     assert "vllm_importance_sampling_correction" in capsys.readouterr().out
     # the mean weight is that after cap or mask: alone it says what they take away, not that the engine is at fault
@@ -383,6 +389,10 @@ def test_one_token_of_a_healthy_mixture_of_experts_asks_for_nothing(
         ({"train/ppo_kl": 0.001, "train/entropy_loss": 0.4}, "--get-mismatch-metrics"),
         ({"clip_ratio/region_mean": 0.0, "entropy": 0.4}, "vllm_importance_sampling_correction=True"),
         ({"rollout_corr/k3_kl": 0.001}, ""),
+        (
+            {"sampling/sampling_logp_difference/mean": 0.02, "sampling/sampling_logp_difference/max": 3.0},
+            "trl_offpolicy.attach",
+        ),
     ],
 )
 def test_what_was_not_judged_can_be_logged(tmp_path: Path, metrics: dict[str, float], setting: str) -> None:

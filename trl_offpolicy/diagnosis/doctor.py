@@ -331,6 +331,8 @@ def how_to_log(seen: Examination) -> str:
     framework = next(iter(seen.frameworks), "")
     if AGREEMENT not in seen.diagnosis.unknown or framework not in TO_LOG:
         return ""
+    if "atleast/mismatch/kl_k3" in seen.diagnosis.readings:  # the setting is on already, and logs no KL
+        return "In a run of TRL, trl_offpolicy.attach logs KL k3 as well." if framework == "TRL" else ""
     return f"{framework} logs how far engine and trainer are apart with {TO_LOG[framework]}."
 
 

@@ -229,10 +229,12 @@ def test_a_run_without_anything_to_learn_from(beside: dict[str, Any], severity: 
 
 def test_one_far_token_of_a_log_without_kl_is_a_notice_with_the_next_test() -> None:
     unlogged: dict[str, Number] = {"offpolicy/mismatch/kl_k3": float("nan"), "offpolicy/mismatch/prob_pearson": 0.999}
-    stock = {"sampling/sampling_logp_difference/mean": 0.03, "sampling/sampling_logp_difference/max": 7.0}
+    stock = {"sampling/sampling_logp_difference/mean": 0.03, "sampling/sampling_logp_difference/max": 6.0}
     (finding,) = judged(40, unlogged | stock).findings
     assert finding.severity == "notice" and "trl_offpolicy.attach" in finding.fix and not finding.snippet
     (finding,) = judged(40, unlogged | stock | {"sampling/sampling_logp_difference/mean": 0.09}).findings
     assert finding.severity == "warning" and finding.snippet
+    (finding,) = judged(40, unlogged | stock | {"sampling/sampling_logp_difference/max": 9.0}).findings
+    assert finding.severity == "warning"
     # a KL that was logged decides by itself
     assert ("engine_mismatch", "critical") in found(40, offpolicy__mismatch__kl_k3=0.2)

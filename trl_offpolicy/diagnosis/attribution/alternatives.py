@@ -192,6 +192,11 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
     # noise of any kind costs -KL on average
     if abs(features.drift + math.sqrt(features.k3 / 2)) > LEAN:
         return f"the differences lean to one side (mean / root mean square {features.drift:.2g})"
+    if features.in_few and not features.has_experts:
+        return (
+            f"2 % of the tokens make {features.top_tokens:.0%} of the mismatch (kurtosis {features.spikes:.2g}): "
+            "rounding is in all of them"
+        )
     if features.early > EARLY:
         return f"the first tokens differ {features.early:.2g} times as much as the average token"
     if features.by_token > BY_TOKEN:

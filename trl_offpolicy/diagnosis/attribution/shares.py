@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance, noise_rms, rank_correlation
+from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance, noise_rms, rank_correlation, spread
 
 Side = Literal["engine", "trainer"]
 REFERENCE = "reference"
@@ -44,6 +44,9 @@ def left_share(evidence: TokenEvidence, name: str) -> float:
         return float("inf")
     scored, target, other = compared
     left = _left(scored - target, other - target, noise_rms(evidence))
+    # Beside a large mismatch anything that is near all of the numbers, as a constant is, would leave little.
+    if (whole := spread(target)) > 0:
+        left = max(left, distance(scored - target) / whole)
     if name.split(":")[1] == "precision":
         return min(left, 1 - _fit_in_part(other - scored, other - target, PRECISION_SCALE))
     return left

@@ -22,6 +22,8 @@ class Limits:
     Args:
         floor_factor: multiple of the noise floor up to which there is no mismatch.
         self_ratio: below it the trainer differs more from itself than from the engine.
+        self_equal: times the distance to itself up to which the engine agrees, so that the second scoring is at fault:
+            with dropout the engine differs half as much.
         exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
@@ -38,7 +40,8 @@ class Limits:
         shift: residual after a shift by one below which tokens are shifted.
         onset: share of rows that break off at a token.
         temperature_fit: R^2 above which the sharpness explains all.
-        surprise_fit: the same where entropies are absent.
+        temperature_own: R^2 of a flatter engine's own log-probs under it, below which it is no temperature.
+        surprise_fit: the same as temperature_fit where entropies are absent.
         bulk: median / root mean square of d below which most tokens agree.
         top_tokens: share of the top tokens above which they make the mismatch.
         early: first tokens / all tokens, above which the prompt differs.
@@ -53,6 +56,7 @@ class Limits:
 
     floor_factor: float = 2.0
     self_ratio: float = 0.8
+    self_equal: float = 0.1
     exact_rows: float = 0.05
     forced: float = 0.5
     forced_alone: float = 0.5
@@ -69,6 +73,7 @@ class Limits:
     shift: float = 0.3
     onset: float = 0.5
     temperature_fit: float = 0.85
+    temperature_own: float = 0.9
     surprise_fit: float = 0.5
     bulk: float = 0.13
     top_tokens: float = 0.68
@@ -114,13 +119,17 @@ def _none(f: Features, limits: Limits) -> Signature:
     """No more than noise. A floor beyond arithmetic is no noise, and 16 bits on both sides are no fault."""
     score = below(f.k3, limits.floor_factor * min(f.floor, f.trusted_floor))
     text = f"KL {f.k3:.2g} nats per token, noise floor {f.floor:.2g}"
-    if f.both_low and not any(
-        above(value, limit) >= 0.5
-        for value, limit in (
-            (abs(f.drift), 2 * limits.lean),
-            (f.by_token, 2 * limits.by_token),
-            (f.temperature_fit, limits.surprise_fit),
+    if (
+        f.both_low
+        and not any(
+            above(value, limit) >= 0.5
+            for value, limit in (
+                (abs(f.drift), 2 * limits.lean),
+                (f.by_token, 2 * limits.by_token),
+                (f.temperature_fit, limits.surprise_fit),
+            )
         )
+        and not (f.in_few and not f.has_experts)
     ):
         score = max(score, below(f.k3, f.trusted_floor))
         text += ", 16-bit arithmetic on both sides"
@@ -147,7 +156,9 @@ def _dropout(f: Features, limits: Limits) -> Signature:
     """
     # Each token has its own noise, so no row agrees. Padding spares the rows of the longest prompt.
     everywhere = f.exact_rows <= limits.exact_rows
-    score = below(f.self_ratio, limits.self_ratio) if f.floor > f.trusted_floor and everywhere else 0.0
+    engine_agrees = f.k3 < min(limits.self_equal * f.floor, f.trusted_floor)
+    itself = f.floor > f.trusted_floor and not engine_agrees
+    score = below(f.self_ratio, limits.self_ratio) if itself and everywhere else 0.0
     text = (
         f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
         "much as from the engine"
@@ -227,6 +238,9 @@ def _temperature(f: Features, limits: Limits) -> Signature:
         score, fit = above(f.surprise_fit, limits.surprise_fit), f.surprise_fit
     else:
         score, fit = above(f.temperature_fit, limits.temperature_fit), f.temperature_fit
+        # a flatter engine's log-probs are small beside the mismatch, and so are those of any other policy
+        if f.temperature_slope > 0 and f.temperature_own < limits.temperature_own:
+            score = 0.0
     return Signature("temperature", score, f"{fit:.0%} of the mismatch follows from how sharp the distribution is")
 
 

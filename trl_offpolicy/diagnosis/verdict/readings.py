@@ -17,6 +17,8 @@ from trl_offpolicy.run_folder.names import OTHER_WEIGHT_MEANS, ZEROED
 from trl_offpolicy.stats import PREFIX
 
 _QUANTILE = 0.1
+_FARTHER = 1.5
+"""Times ``logp_diff_outlier`` (then a factor of 1000) from which on one token is no chance, however near the others."""
 _RATIOS = ("mismatch", "staleness", "total")
 _LARGEST = 20.0
 """As everywhere, ratios are clamped at e^20."""
@@ -131,6 +133,7 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
     )
     # other frameworks log no KL: how far the tokens are apart on average, rounding may explain
     small = found.get("mismatch/logp_diff_mean", math.inf) <= thresholds.logp_diff_small
+    small &= found.get("mismatch/logp_diff_max", 0.0) <= _FARTHER * thresholds.logp_diff_outlier
     lone = small and "mismatch/kl_k3" not in found
     for name in ("mismatch/prob_diff_max", "mismatch/logp_diff_max"):
         if name in found:
