@@ -187,3 +187,12 @@ def test_what_does_nothing_in_areal_is_said():
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
         presets.from_areal(**options)
+
+
+def test_k3_of_a_token_beyond_20_nats():
+    """exp(-l) - 1 + l grows with l without an end: (30 - 1) / 12 is above 2, and (20 - 1) / 12 would not be."""
+    batch = policy_batch([[math.exp(30.0), *[1.0] * 11]])
+
+    dropped, kept = (quiet(level="sequence", metric="kl_k3", upper=upper).correction(batch) for upper in (2.0, 3.0))
+
+    assert not dropped.keep_mask.any() and kept.keep_mask.all()

@@ -174,3 +174,16 @@ def test_the_kl_term_is_written_to_yaml_and_read_again():
 def test_what_nemo_rl_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         quiet(**options)
+
+
+def test_options_of_the_kl_term_are_not_read_without_a_penalty():
+    """Most of NeMo-RL's own configurations have both; a penalty makes it an error."""
+    with pytest.warns(UserWarning, match="use_on_policy_kl_approximation=True has no effect"):
+        found = presets.from_nemo_rl(**NO_KL, use_on_policy_kl_approximation=True)
+    assert found.objective == quiet(**NO_KL).objective
+    with pytest.raises(NotImplementedError, match=r"^use_on_policy_kl_approximation must be False"):
+        presets.from_nemo_rl(use_on_policy_kl_approximation=True)
+
+
+def test_a_number_that_pyyaml_reads_as_text():
+    assert quiet(ratio_clip_max="3e-4").objective == quiet(ratio_clip_max=3e-4).objective

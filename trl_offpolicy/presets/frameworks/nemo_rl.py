@@ -143,12 +143,11 @@ def from_nemo_rl(**loss_fn: object) -> Preset:
 
 
 def _check(options: NeMoRLOptions) -> None:
-    of_kl = ("use_kl_in_reward", "use_on_policy_kl_approximation")
-    if options.reference_policy_kl_penalty == 0:
+    of_kl, unread = ("use_kl_in_reward", "use_on_policy_kl_approximation"), options.reference_policy_kl_penalty == 0
+    if unread:
         warn_no_effect(options, of_kl, "with reference_policy_kl_penalty=0", framework="NeMo-RL")
-        of_kl = ()
     for name in of_kl:
-        if getattr(options, name):
+        if getattr(options, name) and not unread:
             raise NotImplementedError(f"{name} must be False: the KL is in the loss here, without a weight of pi / mu.")
     if options.positive_example_nll_weight:
         raise NotImplementedError("positive_example_nll_weight must be 0: that loss has no counterpart here.")
