@@ -186,7 +186,7 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
     lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":")[1:2] == ["precision"]]
     if lefts and min(lefts) > UNLIKE:
         return f"of the roundings that were simulated none is like it (the best leaves {min(lefts):.0%})"
-    limit = _largest_rounding(evidence)
+    limit = _largest_rounding(evidence) * (WITH_EXPERTS if features.has_experts else 1.0)
     if features.k3 > limit:
         return f"KL {features.k3:.2g} nats per token, and the declared formats explain {limit:.2g} at most"
     # noise of any kind costs -KL on average
@@ -205,13 +205,12 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
 
 
 def _largest_rounding(evidence: TokenEvidence) -> float:
-    """The largest KL k3 that the declared or seen formats of both sides explain."""
+    """The largest KL k3 that the declared or seen formats of both sides explain in a dense model."""
     known = [name for side in (evidence.engine, evidence.trainer) if side is not None
              for name in (side.dtype, side.quantization, side.kv_cache)]  # fmt: skip
     known += [f"{one.what} {one.engine} {one.trainer}" for one in evidence.seen if one.cause == "precision"]
     sizes = [_size_of(name) for name in known if name and name not in ("none", "auto", "float32")]
-    experts = any(side is not None and side.experts for side in (evidence.engine, evidence.trainer))
-    return max(sizes, default=LARGEST_OTHER) * (WITH_EXPERTS if experts else 1.0)
+    return max(sizes, default=LARGEST_OTHER)
 
 
 def _size_of(text: str) -> float:
