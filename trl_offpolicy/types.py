@@ -85,8 +85,8 @@ class PolicyBatch:
         sampling_per_token_logps: log mu as the engine returned it, float, no gradient.
         proximal_per_token_logps: centre of the trust region; None means old.
         completion_mask: bool or 0/1; True = trainable token (False on tool tokens and padding).
-        advantages: (B,) or (B, T), float.
-        rewards: (B,), float.
+        advantages: (B,) or (B, T), float, no gradient.
+        rewards: (B,), float, no gradient.
         ref_per_token_logps: log-probs of the reference policy of the KL term.
         entropies: entropy of pi at each position, nats; carries gradient if the entropy bonus is on.
         sum_sq_probs: sum over the vocabulary of pi squared at each position.
@@ -231,9 +231,10 @@ class PolicyBatch:
 
     @property
     def token_advantages(self) -> Tensor:
-        """(B, 1) or (B, T) float32, ready to broadcast against tokens."""
-        advantages = self.advantages.float()
-        return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        """(B, 1), or (B, T) with 0 outside the mask; float32, ready to broadcast against tokens. No gradient."""
+        advantages = self.advantages.detach().float()
+        # A response's ratio multiplies all of its row: what padding holds would reach its gradient as 0 * NaN.
+        return advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(self.mask, advantages, 0.0)
 
     def logps(self, policy: str) -> Tensor:
         """Log-probs (B, T) of ``"current"``, ``"old"``, ``"proximal"`` or ``"sampling"``, detached.

@@ -10,9 +10,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,16 +75,56 @@ WHERE = {"smollm2": "SmolLM2-135M", "vllm": "SmolLM2-135M in vLLM", "qwen": "a s
          "moe": "a tiny Qwen3-MoE"}  # fmt: skip
 
 
+@contextmanager
+def unread() -> Iterator[None]:
+    """Every answer earns 0."""
+    with mock.patch.object(train, "reward", lambda answers, task: torch.zeros(len(answers.ids))):
+        yield
+
+
+@contextmanager
+def losing_tokens(share: float) -> Iterator[None]:
+    """NaN for this share of the sampling log-probs."""
+    sample = train.sample
+
+    def lossy(*args: Any) -> Answers:
+        answers = sample(*args)
+        logps = answers.logps.clone()
+        logps.view(-1)[:: round(1 / share)] = torch.nan
+        return replace(answers, logps=logps)
+
+    with mock.patch.object(train, "sample", lossy):
+        yield
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """The second half of every group is its first half again, as if two ranks had one seed."""
+    sample = train.sample
+
+    def again(model: Any, questions: torch.Tensor, *rest: Any) -> Answers:
+        answers = sample(model, questions, *rest)
+        if len(questions) != train.GROUPS * train.GENERATIONS:
+            return answers  # held-out questions, which have no groups
+        place = torch.arange(len(questions))
+        rows = place - place % train.GENERATIONS + place % (train.GENERATIONS // 2)
+        return Answers(answers.ids[rows], answers.mask[rows], answers.logps[rows])
+
+    with mock.patch.object(train, "sample", again):
+        yield
+
+
 @dataclass(frozen=True)
 class Run:
-    """A GRPO run that has one fault, and how many generations it is watched."""
+    """A GRPO run that has one fault, and how many generations it is watched.
+
+    The fault is in the setting, or it is what ``fault`` changes in the loop of ``train`` while the run goes.
+    """
 
     injected: str
     setting: train.Setting
     generations: int = 60
-    lost_tokens: float = 0.0
-    repeated: bool = False
-    unread: bool = False
+    fault: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def rejecting(low: float, high: float) -> op.Objective:
@@ -141,13 +182,18 @@ RUNS = {
         train.Setting(train.NO_CLIP, bits=8, lag=16, learning_rate=1e-3),
         generations=100,
     ),
-    "no_signal": Run("a reward whose parser reads no answer", train.Setting(train.PLAIN), 12, unread=True),
-    "engine_logprobs_missing": Run("engine returns no log-probs", train.Setting(train.PLAIN), 10, lost_tokens=1.0),
+    "no_signal": Run("a reward whose parser reads no answer", train.Setting(train.PLAIN), 12, unread),
+    "engine_logprobs_missing": Run(
+        "engine returns no log-probs", train.Setting(train.PLAIN), 10, partial(losing_tokens, 1.0)
+    ),
     "nonfinite": Run(
-        "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=0.02
+        "engine returns no log-prob for one token in fifty",
+        train.Setting(train.PLAIN),
+        10,
+        partial(losing_tokens, 0.02),
     ),
     "repeated_draws": Run(
-        "two ranks that draw the same numbers", train.Setting(train.PLAIN, learning_rate=5e-4), 10, repeated=True
+        "two ranks that draw the same numbers", train.Setting(train.PLAIN, learning_rate=5e-4), 10, repeating
     ),
 }
 
@@ -216,7 +262,7 @@ def of_cache(cache: KVCache, cause: str) -> dict[str, Any]:
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     """What was injected, and what ``doctor`` said of the run."""
-    with _fault_of(run):
+    with run.fault():
         train.train(run.setting, 0, steps=run.generations, start=start, folder=folder)
     findings = examine(folder).diagnosis.findings
     return {
@@ -236,56 +282,6 @@ def of_learned(folder: Path) -> dict[str, Any]:
         "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
         "right": LEARNED in [one.cause for one in findings],
     }
-
-
-def _fault_of(run: Run) -> AbstractContextManager[None]:
-    if run.lost_tokens:
-        return losing_tokens(run.lost_tokens)
-    return repeating() if run.repeated else unread() if run.unread else _nothing()
-
-
-@contextmanager
-def unread() -> Iterator[None]:
-    """Every answer earns 0."""
-    with mock.patch.object(train, "reward", lambda answers, task: torch.zeros(len(answers.ids))):
-        yield
-
-
-@contextmanager
-def losing_tokens(share: float) -> Iterator[None]:
-    """NaN for this share of the sampling log-probs."""
-    sample = train.sample
-
-    def lossy(*args: Any) -> Answers:
-        answers = sample(*args)
-        logps = answers.logps.clone()
-        logps.view(-1)[:: round(1 / share)] = torch.nan
-        return replace(answers, logps=logps)
-
-    with mock.patch.object(train, "sample", lossy):
-        yield
-
-
-@contextmanager
-def repeating() -> Iterator[None]:
-    """The second half of every group is its first half again, as if two ranks had one seed."""
-    sample = train.sample
-
-    def again(model: Any, questions: torch.Tensor, *rest: Any) -> Answers:
-        answers = sample(model, questions, *rest)
-        if len(questions) != train.GROUPS * train.GENERATIONS:
-            return answers  # held-out questions, which have no groups
-        place = torch.arange(len(questions))
-        rows = place - place % train.GENERATIONS + place % (train.GENERATIONS // 2)
-        return Answers(answers.ids[rows], answers.mask[rows], answers.logps[rows])
-
-    with mock.patch.object(train, "sample", again):
-        yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from trl_offpolicy import (
     DivergenceBand,
     ESSWeight,
     GroupRejection,
+    Objective,
     OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
@@ -292,3 +293,17 @@ def test_the_off_policy_mask_averages_log_ratios_as_they_are():
     )  # fmt: skip
     out = Correction(keep=(OffPolicySequenceMask(max_divergence=1.0),))(batch)
     assert not out.keep_mask.any()
+
+
+@pytest.mark.parametrize("bad", [NAN, -INF])
+def test_without_terms_the_option_for_missing_logps_acts_on_old_over_sampling(bad):
+    batch = policy_batch([[1.0, 2.0]])
+    batch = replace(batch, sampling_per_token_logps=torch.tensor([[bad, -4.0]]))
+
+    assert Correction(nonfinite="drop")(batch).keep_mask.tolist() == [[False, True]]
+    assert Correction()(batch).keep_mask.tolist() == [[True, True]]
+    with pytest.raises(ValueError, match="old and sampling log-probs must be finite"):
+        Correction(nonfinite="raise")(batch)
+    bypass = Objective(mode="bypass", correction=Correction(nonfinite="drop"))(batch)
+    assert bypass.keep_mask.tolist() == [[False, True]]
+    assert Correction(nonfinite="drop")(replace(batch, sampling_per_token_logps=None)).keep_mask.all()

@@ -90,3 +90,19 @@ def test_it_adds_up_over_micro_batches():
     merged = part([0]).merge(part([1, 2])).compute()
     found = {key.removeprefix("offpolicy/post_tool/"): v for key, v in merged.items() if "/post_tool/" in key}
     assert found == pytest.approx(stats(data), rel=1e-5)
+
+
+def test_an_id_of_its_own_on_padding_before_the_first_turn_numbers_no_turn():
+    """Left padding with turn id -1 is not the turn before the first tool output."""
+    left = {
+        "completion_mask": MASK.clone(),
+        "turn_ids": torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 0, 0, 0], [-1] + [1] * 4]),
+    }
+    left["completion_mask"][:, 0] = False
+    left["completion_mask"][1, 1] = False
+    plain = left["turn_ids"].clone()
+    plain[plain == -1] = 0
+    plain[2] = 1
+
+    assert stats(batch(**left)) == stats(batch(**{**left, "turn_ids": plain}))
+    assert stats(batch(**left))["token_fraction"] == pytest.approx(2 / 6)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from trl_offpolicy.functional.advantages import group_advantages, returns_to_go, score_energy, weighted_baseline
+from trl_offpolicy.functional.advantages import (
+    best_of_group,
+    group_advantages,
+    returns_to_go,
+    score_energy,
+    weighted_baseline,
+)
+from trl_offpolicy.objective.advantages import AdvantageInputs
 
 NAN = float("nan")
 IDS = torch.tensor([3, 3, 3, 8, 8, 8])
@@ -123,3 +130,25 @@ def test_returns_to_go():
 
     assert out.tolist() == [[1.5, 0.0, 1.0, 0.0]]
     assert returns_to_go(torch.tensor([2.0]), mask).tolist() == [[2.0, 0.0, 2.0, 0.0]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_no_reward(bad):
+    rewards, ids, counted = torch.tensor([1.0, bad, 0.0]), torch.zeros(3).long(), torch.ones(3).bool()
+
+    advantages = group_advantages(rewards, ids, counted, scale_rewards="none")
+
+    assert advantages.tolist() == [0.5, 0.0, -0.5]
+    assert best_of_group(rewards, ids, counted, scale_rewards="none").tolist() == [1.0, 0.0, 0.0]
+    outcome = AdvantageInputs(rewards=torch.tensor([[1.0, bad], [bad, bad]]), group_ids=ids[:2]).outcome
+    assert outcome[0] == 1.0
+    assert outcome[1].isnan()
+
+
+def test_the_best_of_no_response():
+    assert best_of_group(torch.zeros(0), torch.zeros(0).long(), torch.zeros(0).bool()).shape == (0,)
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match=r"scale_rewards must be one of \[.*\], but got 'std'"):
+        group_advantages(torch.ones(2), torch.zeros(2).long(), torch.ones(2).bool(), scale_rewards="std")

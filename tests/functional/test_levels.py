@@ -210,3 +210,9 @@ def test_input_is_not_mutated(level):
     aggregate(values, mask, level, turn_ids=turn_ids, group_ids=group_ids)
 
     assert all(torch.equal(*pair) for pair in zip(before, (values, mask, turn_ids, group_ids), strict=True))
+
+
+@pytest.mark.parametrize("level", ["seq", "", "Token"])
+def test_an_unknown_level_is_refused(level):
+    with pytest.raises(ValueError, match=f"level must be one of .*, but got '{level}'"):
+        aggregate(torch.zeros(1, 2), torch.ones(1, 2).bool(), level, group_ids=torch.zeros(1).long())

@@ -7,6 +7,8 @@ import plain
 import pytest
 import torch
 
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.log_ratios import log_ratio
 from trl_offpolicy.functional.masks import (
     PROBABILITY_STATISTICS,
     STATISTICS,
@@ -325,3 +327,18 @@ def test_the_suffix_veto_needs_a_negative_advantage_and_a_ratio_below_its_bound(
     for advantages, kept in ((-1.0, [True, True, True, False]), (0.0, [True] * 4)):
         given = torch.full((1, 1), advantages)
         assert suffix_veto(ratios.log(), mask, given, low=0.25).tolist() == [kept]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
+def test_a_mask_of_another_type_than_bool_is_refused(dtype):
+    values, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=dtype)
+
+    for call in (
+        lambda: second_moment_budget(values, mask, budget=0.1, across_ranks=False),
+        lambda: suffix_veto(values, mask, -torch.ones(1, 1), low=1e-4),
+        lambda: prefix_budget(values, mask, high=0.1, budget=0.1, min_weight=1.0, adaptive=False),
+        lambda: log_ratio(values, values, mask),
+        lambda: aggregate(values, mask, "sequence"),
+    ):
+        with pytest.raises(TypeError, match=f"mask must be a bool tensor, but got {dtype}"):
+            call()

@@ -141,3 +141,9 @@ def test_an_unknown_or_impossible_token_does_not_spoil_the_tokens_around_it() ->
     never[1, 0, 0] = -torch.inf  # none can
     assert mixture_logps(never, halves, mask, level="sequence")[0, 0] == -torch.inf
     assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [-0.5, 1.5]])
+def test_shares_that_are_none_are_refused(shares):
+    with pytest.raises(ValueError, match="shares must be at least 0 and of sum 1, but got"):
+        mixture_logps(torch.zeros(2, 1, 1), torch.tensor(shares), torch.ones(1, 1).bool())

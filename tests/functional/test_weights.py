@@ -212,3 +212,9 @@ def test_inputs_are_not_mutated():
 
     assert torch.equal(RATIO, before)
     assert torch.equal(log_ratios, kept[0]) and torch.equal(mask, kept[1])
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, 2.0])
+def test_an_ess_that_no_cap_reaches_is_refused(target):
+    with pytest.raises(ValueError, match="target must be"):
+        ess_cap(torch.ones(3), target=target)

@@ -158,3 +158,14 @@ BAD = [
 def test_bad_arguments(weights, mask, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         WEIGHT_METRICS["mean"]().update(weights, mask)
+
+
+@pytest.mark.parametrize("name", WEIGHT_METRICS)
+def test_a_batch_of_one_column_leaves_out_what_padding_holds(name):
+    weights, mask = torch.tensor([[1.0], [math.nan]]), torch.tensor([[True], [False]])
+    metric, alone = WEIGHT_METRICS[name](), WEIGHT_METRICS[name]()
+
+    metric.update(weights, mask)
+    alone.update(weights[:1], mask[:1])
+
+    assert metric.compute() == alone.compute()

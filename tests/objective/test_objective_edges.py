@@ -292,3 +292,85 @@ def test_inputs_are_not_mutated(configuration):
 
     for name, value in before.items():
         assert torch.equal(value.nan_to_num(nan=77.0), getattr(batch, name).nan_to_num(nan=77.0)), name
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    "loss", [losses.PPOClip(level="sequence"), losses.GSPO(), losses.SAPO(level="sequence_mean"), losses.TBPO()]
+)
+def test_what_advantages_hold_on_padding_does_not_reach_the_gradient(loss, bad):
+    rows, drift = [[1.1, 0.9, None], [0.8, None, None]], [[1.0001, 1.0, 1.0], [0.9999, 1.0, 1.0]]
+    by_token = torch.tensor([[1.0, 1.0, 0.0], [-2.0, 0.0, 0.0]])
+    options = {"policy_loss": loss, "aggregation": loss.aggregation or "token_mean"}
+
+    clean, expected = evaluate(policy_batch(rows, drift, advantages=by_token), **options)
+    by_token = torch.where(policy_batch(rows).mask, by_token, bad)
+    out, gradient = evaluate(policy_batch(rows, drift, advantages=by_token), **options)
+
+    assert torch.equal(gradient, expected)
+    assert out.loss.item() == clean.loss.item()
+    assert gradient[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sampling_per_token_logps", {"drift_coef": 1e-3}),
+        ("old_per_token_logps", {"policy_loss": losses.DRO(beta=1.0)}),
+        ("ref_per_token_logps", {"kl": KLPenalty(coef=0.1, estimator="k2")}),
+    ],
+)
+def test_the_lowest_float32_for_one_token_leaves_a_finite_loss(name, options):
+    lowest = torch.tensor([[torch.finfo(torch.float32).min, -4.0]])
+    batch = policy_batch([[1.0, 1.0]], ref_per_token_logps=torch.full((1, 2), -4.1))
+
+    out, gradient = evaluate(replace(batch, **{name: lowest}), **options)
+
+    assert out.loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["advantages", "rewards", "group_rewards"])
+def test_what_the_advantages_were_made_from_gets_no_gradient(name):
+    values = {"advantages": torch.ones(1), "rewards": torch.ones(1), "group_rewards": torch.tensor([[1.0, 0.0]])}
+    leaf = values[name].requires_grad_()
+    batch = policy_batch([[1.0, 2.0]], group_ids=torch.zeros(1).long(), **values)
+
+    for loss in (losses.PPOClip(), losses.OAPL(beta=1.0)):
+        Objective(policy_loss=loss, aggregation=loss.aggregation or "token_mean")(batch).loss.backward()
+
+    assert leaf.grad is None
+    assert batch.per_token_logps.grad is not None
+
+
+def test_a_batch_or_a_reduction_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="batch must be a PolicyBatch, but got dict"):
+        Objective()({})
+    with pytest.raises(TypeError, match="batch must be a PolicyBatch, but got dict"):
+        Correction()({})
+    with pytest.raises(TypeError, match="reduction must be a Reduction or None, but got int"):
+        Objective()(policy_batch([[1.0]]), 3)
+
+
+def test_versions_by_token_of_no_row():
+    none = policy_batch([[1.0, 1.0]], policy_versions=torch.zeros(1, 2).long(), current_version=1)
+
+    out, _ = evaluate(rows_of_none(none))
+
+    assert out.loss.item() == 0.0
+
+
+def rows_of_none(batch):
+    fields = {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in vars(batch).items()}
+    fields = {name: value for name, value in fields.items() if name in PolicyBatch.__dataclass_fields__}
+    return PolicyBatch(**{**fields, "per_token_logps": fields["per_token_logps"].detach().requires_grad_()})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+def test_lags_of_versions_in_a_small_integer_type_do_not_wrap(dtype):
+    batch = policy_batch([[1.0, 1.0]], policy_versions=torch.tensor([100], dtype=dtype), current_version=300)
+
+    stats = evaluate(batch)[0].stats.compute()
+
+    assert stats["offpolicy/rollout/version_lag_mean"] == 200.0
+    assert stats["offpolicy/rollout/version_lag_max"] == 200.0

@@ -48,7 +48,8 @@ class Correction:
         measure_on: "original": every term measures all trainable tokens; "remaining": each measures what earlier
             terms kept, and weights come last (SkyRL).
         nonfinite: a trainable token with a NaN or infinite log-ratio is "neutral" (ratio 1, kept), is "drop"ped, or
-            makes the call "raise" (which waits for the device). It is always counted and left out of diagnostics.
+            makes the call "raise" (which waits for the device). It is always counted and left out of diagnostics. The
+            log-ratios are those that the terms read; without any term, that of old/sampling where the batch has it.
         baseline: "kept" leaves dropped responses out of their group's baseline: the trainers recompute the advantages
             over what is left (terms on old/sampling only). "all": advantages stay as they were made.
         correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
@@ -236,6 +237,8 @@ class Correction:
             ValueError: ``sampling_per_token_logps`` is needed but absent, or a log-ratio is not finite under
                 ``nonfinite="raise"``.
         """
+        if not isinstance(batch, PolicyBatch):
+            raise TypeError(f"batch must be a PolicyBatch, but got {type(batch).__name__}.")
         if self.needs_sampling and batch.sampling_per_token_logps is None:
             raise ValueError(
                 "sampling_per_token_logps must be given, because the correction reads "
@@ -289,8 +292,9 @@ class Correction:
             return batch.mask
         usable = batch.mask
         read: set[Ratio] = set(self.required_ratios)
-        if batch.decided_keep is not None and batch.sampling_per_token_logps is not None:
-            read.add("old/sampling")  # the early part read it, and what it left out is not measured later either
+        # Without terms the loss may read mu itself. After an early part, what that left out is not measured later.
+        if (not read or batch.decided_keep is not None) and batch.sampling_per_token_logps is not None:
+            read.add("old/sampling")
         for ratio in sorted(read):
             observed = ratios[ratio].observed
             if self.nonfinite == "raise" and bool((batch.mask & ~observed).any()):

@@ -304,11 +304,14 @@ def _post_tool_group(ratio: LogRatio, mask: Tensor, turn_ids: Tensor, rows: Tens
     Args:
         ratio: old/sampling on the trainable tokens.
         mask: (B, T) bool, the trainable tokens.
-        turn_ids: (B, T) integer; the first turn of a row comes before its first tool output.
+        turn_ids: (B, T) integer; a row's turn with its first trainable token comes before its first tool output.
         rows: (B,) bool, rows that count; None = all.
     """
     observed = ratio.observed if rows is None else both(ratio.observed, rows.unsqueeze(-1))
-    later = turn_index(mask, turn_ids) > 0
+    index = turn_index(mask, turn_ids)
+    # Padding on the left may have an id of its own, which numbers a turn without tokens.
+    first = torch.where(mask, index, index.shape[-1]).amin(-1, keepdim=True)
+    later = index > first
     after, before = both(observed, later), both(observed, ~later)
     excess = excess_of(ratio.values)
     log_ratios, excess_after = (torch.where(after, part, 0.0).double() for part in (ratio.values, excess))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,17 @@ def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}, but got {tuple(tensor.shape)}.")
+
+
+def check_mask(**masks: Tensor) -> None:
+    """Raise unless every mask is bool: of 0 and 1 in another dtype, ``~`` makes 254 or -2, which count as True.
+
+    Raises:
+        TypeError: the message names the argument.
+    """
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{name} must be a bool tensor, but got {mask.dtype}.")
 
 
 def check_tokens_or_rows(shape: Sequence[int], **tensors: Tensor | None) -> None:

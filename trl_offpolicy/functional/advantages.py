@@ -5,17 +5,18 @@ and its ingredients.
 
 The baselines take ``counted`` (B,) bool: the responses that belong to the baseline. The others get 0, and so do groups
 of one, which have nothing to compare (:func:`reward_if_alone` leaves them their whole reward, as verl does). A function
-that normalises over the batch says what a group of one gets. A NaN reward is not counted. Nothing carries gradient.
-Each rank makes the same calls and has the same number of rows.
+that normalises over the batch says what a group of one gets. A reward that is NaN or infinite is not counted. Nothing
+carries gradient. Each rank makes the same calls and has the same number of rows.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_choice
 from trl_offpolicy.functional._shapes import check_matrix, check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_padded, gather_rows, sum_ranks
 from trl_offpolicy.functional.groups import group_members
@@ -48,7 +49,7 @@ def group_advantages(
     the others. With all responses counted this is TRL's advantage.
 
     Args:
-        rewards: (B,) float; NaN = no reward, not counted.
+        rewards: (B,) float; not finite = no reward, not counted.
         group_ids: (B,) integer; a group may be spread over ranks, so every rank makes this call.
         counted: (B,) bool, responses that belong to the baseline.
         scale_rewards: divide by the standard deviation (n - 1) of the "group" or of the whole "batch"; "none": do not.
@@ -65,8 +66,9 @@ def group_advantages(
         >>> group_advantages(rewards, ids, torch.tensor([True, True, False]), scale_rewards="none")
         tensor([ 0.5000, -0.5000,  0.0000])
     """
+    check_choice("scale_rewards", scale_rewards, get_args(ScaleRewards))
     check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
@@ -104,7 +106,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor
         tensor([-1.5000, -3.0000,  4.5000])
     """
     centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
-    count = group_members(group_ids, counted & ~rewards.isnan(), across_ranks=True).sum(-1)
+    count = group_members(group_ids, counted & rewards.isfinite(), across_ranks=True).sum(-1)
     return centred * count / (count - 1).clamp(min=1)
 
 
@@ -136,7 +138,7 @@ def scaled_by_the_others(
         tensor([-0.3536, -1.1785,  4.9497])
     """
     check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     values = torch.where(here, rewards.float(), 0.0).double()
     member = group_members(group_ids, here, across_ranks=True)
     mean, std = _mean_and_std(gather_rows(values), member)
@@ -188,7 +190,7 @@ def reward_if_alone(advantages: Tensor, rewards: Tensor, group_ids: Tensor, coun
         tensor([0.5000, 0.2500])
     """
     check_rows(len(rewards), rewards=rewards, advantages=advantages, group_ids=group_ids, counted=counted)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     return torch.where(here & ~in_company(group_ids, here), rewards.float(), advantages)
 
 
@@ -220,7 +222,7 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
         tensor([ 0.2500, -0.7500])
     """
     check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted, importance=importance)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     values = torch.where(here, rewards.float(), 0.0)
     energy = torch.where(here, importance.float(), 0.0)
     member = group_members(group_ids, here, across_ranks=True).double()
@@ -266,7 +268,7 @@ def normalised_by_function(
     check_matrix(rewards=rewards)
     check_rows(len(rewards), group_ids=group_ids, counted=counted)
     check_rows(rewards.shape[1], weights=weights)
-    here = counted & ~rewards.isnan().all(-1)
+    here = counted & rewards.isfinite().any(-1)
     columns = [group_advantages(column, group_ids, here) for column in rewards.unbind(-1)]
     by_function = torch.stack(columns, dim=-1)
     total = by_function.sum(-1) if weights is None else by_function @ weights.to(by_function)
@@ -291,7 +293,7 @@ def best_of_group(
     It estimates the gradient of a group's expected *largest* reward, so a policy is not paid for being right often.
 
     Args:
-        rewards: (B,) float; NaN = no reward, not counted.
+        rewards: (B,) float; not finite = no reward, not counted.
         group_ids: (B,) integer; a group may be spread over ranks, so every rank makes this call.
         counted: (B,) bool.
         scale_rewards: "none" leaves the division out.
@@ -308,11 +310,13 @@ def best_of_group(
         tensor([0.7500, 0.0000, 0.0000])
     """
     check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     values = torch.where(here, rewards.float(), 0.0).double()
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
-    ranked = torch.where(member, everyone, -torch.inf).topk(min(2, len(everyone)), dim=-1).values
+    ranked = torch.where(member, everyone, -torch.inf)
+    ranked = torch.nn.functional.pad(ranked, (0, 2), value=-torch.inf)  # so that there are two
+    ranked = ranked.topk(2, dim=-1).values
     # The largest of the others is the second largest of all, seen from the largest; all others get 0 anyway.
     lead = torch.where(here & (member.sum(-1) > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
     if scale_rewards == "none":
@@ -331,7 +335,7 @@ def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor, *, a
     group. The factor makes up for the responses that teach nothing, as if the batch held only the others.
 
     Args:
-        rewards: (B,) float; NaN = no reward, not counted.
+        rewards: (B,) float; not finite = no reward, not counted.
         group_ids: (B,) integer.
         counted: (B,) bool.
         alone: what a group of one has before the factor: "zero", or its reward ("return", as in verl).
@@ -349,7 +353,7 @@ def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor, *, a
     centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
     if alone == "return":
         centred = reward_if_alone(centred, rewards, group_ids, counted)
-    here = counted & ~rewards.isnan()
+    here = counted & rewards.isfinite()
     counts = sum_ranks(torch.stack([here.sum(), (here & (rewards != 0)).sum()]))
     return centred * (counts[0] / counts[1].clamp(min=1))
 

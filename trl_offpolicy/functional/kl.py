@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_positive_or_none
 from trl_offpolicy.functional._shapes import check_tokens
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of, expm1_of, ratio_of
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT, exp_of, expm1_of, ratio_of
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
@@ -74,12 +75,14 @@ def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tenso
         mask: (B, T) bool, True = trainable token.
 
     Returns:
-        (B, T) float32; 0 and without gradient on padding and where the reference is not finite.
+        (B, T) float32; 0 and without gradient on padding and where the reference is not finite. The reference is held
+        within +-10000 nats, so that the lowest float32, which some masks hold, leaves the estimate finite.
     """
     check_tokens(mask.shape, logps=logps, reference=reference)
     reference = reference.detach().float()
     usable = mask & (reference.abs() < torch.inf)
-    return torch.where(usable, logps.float(), 0.0) - torch.where(usable, reference, 0.0)
+    held = reference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.where(usable, logps.float(), 0.0) - torch.where(usable, held, 0.0)
 
 
 def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value: float | None = None) -> Tensor:
@@ -121,6 +124,7 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {estimator!r}.")
+    check_positive_or_none(max_value=max_value)
     if estimator in ("k1+", "k3+"):
         value = kl_estimate(log_ratios.detach(), "k1" if estimator == "k1+" else "k3", max_value=max_value)
         gradient = log_ratios.square() / 2

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_choice
 from trl_offpolicy.functional._fast import any_true, count_true
-from trl_offpolicy.functional._shapes import check_rows, check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_rows, check_tokens
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of
@@ -56,12 +57,14 @@ def aggregate(
         (B, T) for the token levels (0 outside ``mask``), else (B, 1); an empty row gives 0.
 
     Raises:
-        ValueError: ``group`` without ``group_ids``.
+        ValueError: an unknown level, or ``group`` without ``group_ids``.
 
     Example:
         >>> aggregate(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), "sequence_mean")
         tensor([[2.]])
     """
+    check_choice("level", level, LEVELS)
+    check_mask(mask=mask)
     check_tokens(mask.shape, values=values, turn_ids=turn_ids)
     check_rows(len(mask), group_ids=group_ids)
     inside = values if zero_outside else torch.where(mask, values, 0.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, row_blocks
-from trl_offpolicy.functional._shapes import check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_tokens
 
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do.
@@ -53,6 +53,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         >>> ratio.values, ratio.observed
         (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, numerator=numerator, denominator=denominator)
     if torch.compiler.is_compiling():
         part = numerator.float() - denominator.float()

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of, probability_difference
@@ -95,6 +95,7 @@ def suffix_veto(log_ratios: Tensor, mask: Tensor, advantages: Tensor, *, low: fl
         ...             low=1e-4)
         tensor([[ True,  True, False, False]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     pushed_down = mask & (advantages < 0)
@@ -126,6 +127,7 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
         ...                      across_ranks=False)
         tensor([[ True,  True, False]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     squares = log_ratios.square()
     everyone = torch.where(mask, squares, torch.inf)
@@ -175,6 +177,7 @@ def prefix_budget(
         ...               min_weight=1.0, adaptive=False)
         tensor([[ True, False, False, False]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, divergences=divergences)
     spent = torch.where(mask, divergences, 0.0).double()
     place = (mask.cumsum(-1) - 1).double()  # of a token on the mask, from 0

@@ -51,6 +51,8 @@ def mixture_logps(logps: Tensor, shares: Tensor, mask: Tensor, *, level: Mixture
             f"{tuple(shares.shape)} and {tuple(logps.shape)}."
         )
     check_tokens(mask.shape, logps=logps[0])
+    if shares.device.type == "cpu" and not (bool((shares >= 0).all()) and abs(float(shares.double().sum()) - 1) < 1e-3):
+        raise ValueError(f"shares must be at least 0 and of sum 1, but got {shares.tolist()}.")
     log_shares = shares.to(logps.device).double().log().view(-1, 1, 1)
     inside = torch.where(mask, logps.double(), 0.0)
     mixed = torch.logsumexp(inside + log_shares, dim=0) if level == "token" else _of_responses(inside, log_shares)

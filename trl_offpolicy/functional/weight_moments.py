@@ -117,6 +117,7 @@ def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
 
     The arguments are those of :func:`weight_rows`, but only the weights on True tokens need be finite.
     """
-    inside = weights if weights.shape[-1] == 1 else torch.where(mask, weights, 0.0)
+    check_tokens_or_rows(mask.shape, weights=weights)
+    inside = torch.where(mask, weights, 0.0) if _is_by_token(weights, mask) else weights
     (rows,) = weight_rows(mask, inside)
     return fold_weight_rows(rows)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_proper_fraction
 from trl_offpolicy.functional._shapes import check_tokens
 
 NORMALIZER_FLOOR = 1e-8
@@ -208,6 +209,7 @@ def ess_cap(ratios: Tensor, *, target: float) -> Tensor:
     """
     if ratios.dim() != 1:
         raise ValueError(f"ratios must have shape (N,), but got {tuple(ratios.shape)}.")
+    check_proper_fraction(target=target)
     # Sorted, with the padding last. One more padding entry, so that there is something to take the first of.
     ordered = torch.nn.functional.pad(ratios.double(), (0, 1), value=torch.inf)
     ordered = torch.where(ordered < torch.inf, ordered, torch.inf).sort().values

@@ -127,8 +127,9 @@ class AdvantageInputs:
 
     @property
     def outcome(self) -> Tensor:
-        """(B,) float32, the weighted sum of the reward functions that apply; NaN where none does."""
+        """(B,) float32, the weighted sum of the reward functions that give a finite reward; NaN where none does."""
         rewards = self.by_function.float()
+        rewards = torch.where(rewards.isfinite(), rewards, torch.nan)
         weighted = rewards if self.reward_weights is None else rewards * self.reward_weights.to(rewards)
         return torch.where(rewards.isnan().all(-1), torch.nan, weighted.nansum(-1))
 

@@ -227,8 +227,8 @@ def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
     """
     counts = batch.mask.sum(-1)
     groups = {"rollout": _group("rollout", [(counts > 0).sum(), counts.sum()])}
-    if batch.policy_versions is not None and batch.current_version is not None:
-        groups["rollout#lag"] = _lag(batch.current_version - batch.policy_versions, batch.mask)
+    if (lags := batch.version_lags) is not None:
+        groups["rollout#lag"] = _lag(lags, batch.mask)
     if batch.policy_versions is not None and batch.policy_versions.dim() == 2:
         groups["rollout#versions"] = _cross(batch.policy_versions, batch.mask)
     if batch.rewards is not None:
@@ -237,15 +237,16 @@ def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
 
 
 def _lag(lag: Tensor, mask: Tensor) -> Group:
-    by_token = (lag if lag.dim() == 2 else lag.unsqueeze(1)).expand_as(mask)
+    by_token = lag.expand_as(mask)
     top = _largest(torch.where(mask, by_token.double(), -torch.inf))
     return _group("rollout#lag", [mask.sum(), torch.where(mask, by_token, 0).sum()], [top])
 
 
 def _cross(versions: Tensor, mask: Tensor) -> Group:
     """Counts the responses with a token, and those whose trainable tokens come from more than one version."""
-    newest = torch.where(mask, versions, versions.min()).amax(-1)
-    oldest = torch.where(mask, versions, versions.max()).amin(-1)
+    limits = torch.iinfo(versions.dtype)
+    newest = torch.where(mask, versions, limits.min).amax(-1)
+    oldest = torch.where(mask, versions, limits.max).amin(-1)
     some = mask.any(-1)
     return _group("rollout#versions", [some.sum(), (some & (newest > oldest)).sum()])
 

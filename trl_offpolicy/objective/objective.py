@@ -14,7 +14,7 @@ from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
 from trl_offpolicy.functional.kl import reference_log_ratio
 from trl_offpolicy.functional.levels import aggregate
-from trl_offpolicy.functional.log_ratios import log_ratio, ratio_of
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_LIMIT, log_ratio, ratio_of
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import LossInputs, PolicyLoss, PPOClip
 from trl_offpolicy.objective.measure import (
@@ -260,6 +260,10 @@ class Objective:
                 ``per_token_logps`` is not finite on a trainable token. On an accelerator it is only counted in
                 ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once per step.
         """
+        if not isinstance(batch, PolicyBatch):
+            raise TypeError(f"batch must be a PolicyBatch, but got {type(batch).__name__}.")
+        if reduction is not None and not isinstance(reduction, Reduction):
+            raise TypeError(f"reduction must be a Reduction or None, but got {type(reduction).__name__}.")
         reduction = reduction or Reduction()
         _check_current(batch)
         batch, average = self._centred(batch)
@@ -380,9 +384,9 @@ class Objective:
         if batch.entropies is not None and "entropies" in self.policy_loss.reads:
             entropies = torch.where(batch.mask, batch.entropies.detach().float(), 0.0)
         if batch.rewards is not None:
-            rewards = batch.rewards.float().unsqueeze(1)
+            rewards = batch.rewards.detach().float().unsqueeze(1)
         if batch.group_rewards is not None:
-            group_rewards = batch.group_rewards.float()
+            group_rewards = batch.group_rewards.detach().float()
         return LossInputs(
             logps=logps,
             log_ratios=_policy_log_ratio(logps, self._centre(batch), batch.mask),
@@ -466,8 +470,12 @@ def _check_current(batch: PolicyBatch) -> None:
 
 
 def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:
-    """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite."""
+    """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite.
+
+    The centre is held within +-10000 nats, as :func:`.log_ratio` holds its ratios.
+    """
     here = logps.detach()
     reference = here if centre is None else centre.detach().float()
     usable = mask & (reference.abs() < torch.inf)
-    return torch.where(mask, logps, 0.0) - torch.where(mask, torch.where(usable, reference, here), 0.0)
+    held = reference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.where(mask, logps, 0.0) - torch.where(mask, torch.where(usable, held, here), 0.0)
