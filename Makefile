@@ -45,6 +45,7 @@ test-integration: .venv/.test-ready  ## the tests that train, compile, or start 
 test-all: test test-integration  ## what CI runs
 
 test-slow: .venv/.slow-ready model  ## the long tests (servers, sharded strategies, recipes; hours)
+	PROPERTY_EXAMPLES=20 $(PYTEST) --dist worksteal tests/test_properties.py
 	$(PYTEST) --dist loadfile tests -m "slow and not gpu"
 
 mutate: .venv/.test-ready  ## mutation testing of functional/ and correction/correction.py (an hour; goes on where it stopped)

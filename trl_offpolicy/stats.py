@@ -127,14 +127,14 @@ class Stats(Mapping[str, Stat]):
         return Stats({name: group for name, group in self.groups.items() if name.partition("#")[0] not in unmeasured})
 
     def compute(self) -> dict[str, float]:
-        """All values as floats, with a single transfer to the host, then the intervals as ``<key>_ci95``.
+        """All values as floats, with one transfer of the moments to the host, then the intervals as ``<key>_ci95``.
 
         An interval is the half width of the 95 % confidence interval, clustered by prompt group. It is left out if
         there are fewer than two groups.
         """
         if not self.groups:
             return {}
-        named = {key: stat.value for key, stat in self.items()}
+        named, widths = _on_host(self.groups)._values(), {}
         for name, group in self.groups.items():
             if group.rows is None:
                 continue
@@ -142,15 +142,37 @@ class Stats(Mapping[str, Stat]):
             for quantity in group.intervals:
                 width = half_width_95(group.finalizers[quantity], group.rows.layout, totals)
                 if width is not None:
-                    named[f"{PREFIX}{name}/{quantity}_ci95"] = width
-        sparse = {name: group for name, group in self.groups.items() if group.sparse}
-        counts = [group.moments.sums[0] for group in sparse.values()]
-        values: list[float] = torch.stack([*named.values(), *counts]).tolist()
-        logged = dict(zip(named, values, strict=False))
-        for (name, group), count in zip(sparse.items(), values[len(named) :], strict=True):
-            for quantity in group.finalizers if count == 0 else ():
-                del logged[f"{PREFIX}{name.partition('#')[0]}/{quantity}"]
-        return logged
+                    widths[f"{PREFIX}{name}/{quantity}_ci95"] = width
+        return _floats(named) | _floats(widths)
+
+    def _values(self) -> dict[str, Tensor]:
+        """The numbers of all groups, 0-d float64, without those of sparse groups that are empty. Waits for a device."""
+        return {
+            f"{PREFIX}{name.partition('#')[0]}/{quantity}": finalize(group.moments)
+            for name, group in self.groups.items()
+            if not group.sparse or group.moments.sums[0] != 0
+            for quantity, finalize in group.finalizers.items()
+        }
+
+
+def _floats(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+    values: list[float] = torch.stack([*numbers.values()]).tolist() if numbers else []
+    return dict(zip(numbers, values, strict=True))
+
+
+def _on_host(groups: Mapping[str, Group]) -> Stats:
+    """The groups with all moments on the CPU, by one transfer.
+
+    A thousand operations on single numbers follow, each of which would be a kernel of its own on an accelerator.
+    """
+    parts = [part for group in groups.values() for part in (group.moments.sums, group.moments.maxima)]
+    pieces = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
+    return Stats(
+        {
+            name: group._replace(moments=Moments(group.moments.layout, next(pieces), next(pieces)))
+            for name, group in groups.items()
+        }
+    )
 
 
 def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:

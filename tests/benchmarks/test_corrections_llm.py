@@ -101,6 +101,7 @@ def test_a_mask_without_the_run_that_sets_its_band_says_so(tmp_path: Path) -> No
         run.one_run(tmp_path / "x", 0, "fp8", "geometric_tis", 2, tmp_path)
 
 
+@pytest.mark.integration
 def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with status"):
         run.launch(tmp_path / "run", ["--no_such_option", "1"])

@@ -264,6 +264,7 @@ def test_the_decision(token: tuple[float, float], sequence: tuple[float, float],
 # ------------------------------------------------------------------------------------------------------- the whole
 
 
+@pytest.mark.integration
 def test_a_tiny_sweep_is_resumed_and_reported(tmp_path: Path) -> None:
     jobs = plan(TINY, (0,), long=2, cheap=1)
     assert [job.length for job in jobs] == [32, 32, 16]

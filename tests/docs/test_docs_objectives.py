@@ -35,6 +35,7 @@ def test_the_maps_are_those_of_the_code(name):
 
 
 @pytest.mark.parametrize("name", draw_objectives.PICTURES)
+@pytest.mark.integration
 def test_the_pictures_are_those_the_script_draws(name):
     there = (Path(draw_objectives.__file__).parent / "pictures" / f"{name}.svg").read_text()
     again = to_svg(*draw_objectives.PICTURES[name])

@@ -23,6 +23,7 @@ def run(rank):
     return answers
 
 
+@pytest.mark.integration
 def test_both_ranks_measure_the_same(tmp_path):
     first, second = two_ranks.launch(__file__, run, Path(tmp_path))
     assert first == second == [True, True, False, False]

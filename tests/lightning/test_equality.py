@@ -10,6 +10,8 @@ from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, 
 
 from trl_offpolicy.rollouts import perturbed_forward
 
+pytestmark = pytest.mark.integration  # trains
+
 IN_REWARD = {
     "preset": "paper/tis",
     "objective": {"kl": {"coef": 1.0, "estimator": "k1", "place": "reward"}},

@@ -19,6 +19,8 @@ from tiny_models import EOS, tiny_prompts
 from lightning_module import OffPolicyProgressBar, RunFolder
 from trl_offpolicy.run_folder.syncs import read_syncs, repeated_syncs
 
+pytestmark = pytest.mark.integration  # trains
+
 
 def fit(folder: Path, ours: Any, prompts: Any = None, *, sizes: Any = None, **flags: Any) -> Watch:
     watch = Watch()

@@ -12,6 +12,8 @@ from lightning_runs import OwnMismatch, data, module, trainer
 
 from lightning_module import engines
 
+pytestmark = pytest.mark.integration  # trains
+
 
 @pytest.mark.parametrize(("env", "own", "same_as"), [("0", None, 0), ("7", None, 7), ("7", 5, 5)])
 def test_the_order_of_the_prompts(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import two_ranks
 from hypothesis import given, settings
@@ -147,6 +148,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+@pytest.mark.integration
 def test_two_ranks_exchange_rows_with_all_that_belongs_to_them(tmp_path: Path) -> None:
     said = two_ranks.launch(__file__, run, tmp_path)
 

@@ -19,6 +19,8 @@ from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.rollouts.batches import policy_batch
 from trl_offpolicy.trl.checks import check_tools
 
+pytestmark = pytest.mark.integration  # trains
+
 NAN = float("nan")
 
 # ------------------------------------------------------------------------------------- the objective, without a trainer

@@ -15,6 +15,8 @@ import trl_offpolicy as op
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 from trl_offpolicy.types import WIDE_SCOPES
 
+pytestmark = pytest.mark.integration  # trains
+
 Build = Callable[..., OffPolicyGRPOTrainer]
 
 BUDGET = {"type": "second_moment_budget", "budget": 0.05}

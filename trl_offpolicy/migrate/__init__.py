@@ -13,6 +13,7 @@ from typing import Any
 
 from trl_offpolicy.checks import check_choice
 from trl_offpolicy.migrate.page import method_fields
+from trl_offpolicy.migrate.programs import other_training
 from trl_offpolicy.migrate.reading import Settings, read_settings
 from trl_offpolicy.migrate.rules import UNKNOWN, Carried, Framework, Left, Migration, translate
 
@@ -40,7 +41,12 @@ def recognise(settings: Settings, path: Path) -> Framework:
     Raises:
         ValueError: none, or more than one.
     """
-    found = [table for name in NAMES if (table := framework(name)).recognises(settings)]
+    tables = [framework(name) for name in NAMES]
+    marked = [table for table in tables if table.has_marks(settings)]
+    started = [table for table in tables if table.is_started_by(settings)]
+    # The program decides, unless its framework has none of the settings: some run another one's trainer.
+    own = [table for table in marked if table in started]
+    found = own or (marked if len(marked) == 1 and marked[0].name != "trl" else started or marked)
     if len(found) == 1:
         return found[0]
     if not found:
@@ -64,10 +70,13 @@ def migrate(path: str | Path, overrides: Sequence[str] = (), *, name: str | None
         ValueError: the file cannot be read, its framework is not clear, or a setting has a wrong value.
     """
     settings = read_settings(Path(path), overrides)
+    if other := other_training(settings):
+        raise ValueError(f"file must be a run that learns from rollouts, but {str(path)!r} {other}.")
     table = recognise(settings, Path(path)) if name is None else framework(name)
     found = translate(table, settings)
     if name is not None and settings.values and not _knows_one(found):
-        of = [other.name for other in map(framework, NAMES) if other.recognises(settings)]
+        tables = map(framework, NAMES)
+        of = [one.name for one in tables if one.has_marks(settings) or one.is_started_by(settings)]
         hint = f" It has settings of {' and '.join(of)}." if of else ""
         raise ValueError(f"file must be a configuration of {name}, but {name} knows no setting of {str(path)!r}.{hint}")
     return found

@@ -103,8 +103,12 @@ def _chosen(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _read(path: Path, environment: Mapping[str, str] | None = None, chosen: Mapping[str, str] | None = None) -> _Raw:
+    if path.suffix == ".py":
+        raise ValueError(f"file must be YAML, TOML or a launch script, but got {str(path)!r}: Python is not read.")
     text = read_file(path)
     if path.suffix == ".toml":
+        if not text.strip():
+            raise ValueError(f"file must hold a mapping of options, but {str(path)!r} is empty.")
         return _Raw(_read_toml(text, path))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
         return _read_launcher(text, path, environment, chosen or {})
@@ -209,6 +213,9 @@ def _read_launcher(
     if script.branches:
         names = ", ".join(script.branches)
         notes.append(f"if, case, && or || may set these otherwise: {names}; the value outside of them is taken")
+    if script.guessed:
+        names = ", ".join(script.guessed)
+        notes.append(f"if, case, && or || alone set these, and their value is taken as if they ran: {names}")
     if script.others:
         notes.append(f"the script holds {script.others + 1} trainings: the one with the most options is read")
     if script.processes is not None and script.entry.startswith(("swift", "megatron")):

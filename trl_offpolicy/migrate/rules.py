@@ -140,10 +140,12 @@ class Framework:
     beside: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
 
-    def recognises(self, settings: Settings) -> bool:
-        """True if the file has the marks of this framework."""
-        if any(part in settings.entry for part in self.entries):
-            return True
+    def is_started_by(self, settings: Settings) -> bool:
+        """True if the script starts a program of this framework."""
+        return any(part in settings.entry for part in self.entries)
+
+    def has_marks(self, settings: Settings) -> bool:
+        """True if the file has settings that only this framework has."""
         keys = [*settings.values, *settings.unknown]
         return any(fnmatchcase(key, mark) for key in keys for mark in self.marks)
 
@@ -280,7 +282,7 @@ def _rows(framework: Framework, source: Source, taken: set[str]) -> list[Found]:
         if key in taken:
             continue
         if source.has(key):
-            value = row.convert(source.settings.shown(key), source.settings.values[key])
+            value = _converted(row, source.settings.shown(key), source.settings.values[key])
             if value is not None:
                 found.append(Carried((key,), {row.to: value}, row.why))
             else:
@@ -288,6 +290,16 @@ def _rows(framework: Framework, source: Source, taken: set[str]) -> list[Found]:
         elif row.default is not None and key not in source.settings.unknown and _near(key, source):
             found.append(Carried((), {row.to: row.default}, f"the default of {key}"))
     return found
+
+
+def _converted(row: Row, name: str, value: Any) -> Any:
+    """The value here; None for a null, unless the row has a meaning for it."""
+    try:
+        return row.convert(name, value)
+    except ValueError:
+        if value is None:
+            return None
+        raise
 
 
 def _near(key: str, source: Source) -> bool:

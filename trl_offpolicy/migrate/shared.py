@@ -40,7 +40,13 @@ ADVANTAGES_TO_SET = {
     "this line out; without it they are TRL's"
 }
 """The same for advantages: :func:`no_estimator`."""
+AGGREGATION_TO_SET = {
+    "offpolicy.objective.aggregation": "aggregation: put it into offpolicy.objective (docs/objectives.md lists the "
+    "means), and take this line out; without it the loss is a mean over tokens"
+}
+"""The same for the mean over tokens and responses."""
 FIELDS_TO_SET = {
+    **AGGREGATION_TO_SET,
     **SIZE_FIELDS,
     **LOSS_TO_SET,
     **ADVANTAGES_TO_SET,
@@ -385,7 +391,7 @@ def saving(source: Source, key: str, steps: Steps, what: str = "save_steps") -> 
     if not source.has(key):
         return
     value = source.settings.values[key]
-    if value is None or whole(source.settings.shown(key), value) <= 0:
+    if value is None or value is False or whole(source.settings.shown(key), value) <= 0:
         yield Carried((key,), {"save_strategy": "no"})
         return
     yield Carried((key,), {what: value * steps.number}, times(steps))
@@ -396,7 +402,7 @@ def last_step(source: Source, key: str, steps: Steps) -> Iterable[Found]:
     if not source.has(key):
         return
     value = source.settings.values[key]
-    if value is None or whole(source.settings.shown(key), value) <= 0:
+    if value is None or value is False or whole(source.settings.shown(key), value) <= 0:
         yield Left((key,), "null: the number of epochs decides")
         return
     yield Carried((key,), {"max_steps": value * steps.number}, times(steps))

@@ -4,7 +4,8 @@ Of the environment only HOME and PWD are known: where files are on the machine o
 
 Read are assignments, arrays, ``${NAME:-default}``, ``$((1024 * 2))`` and the words of commands. Which branch of an
 ``if`` or ``case`` runs is not known here. So inside them, and behind ``&&`` and ``||``, an assignment counts only if
-the variable has no value yet and the other branches give it the same one.
+the variable has no value yet and the other branches give it the same one. It is then told, unless the branch asks for
+just that (``[ -z "$X" ]``): without the branch the variable would be empty.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _ARITHMETIC = re.compile(r"[\d\s+*/()%-]+")
 _OPENS = ("if", "case", "for", "while", "until", "{", "(")
 _CLOSES = ("fi", "esac", "done", "}", ")")
 _CONDITIONS = ("if", "elif", "for", "while", "until", "case")
+_TESTS = ("[", "[[", "test")
 _WORDS_BEFORE = ("then", "else", "elif", "do", "!", "export", "declare", "local", "readonly", "exec", "time", "-x")
 _REDIRECTION = re.compile(r"\d*[<>]")
 _SEPARATORS = ";&|\n"
@@ -45,6 +47,7 @@ class Script:
         entry: the program, e.g. ``-m verl.trainer.main_ppo`` or ``swift rlhf``.
         words: its arguments, with variables filled in. A word with an unknown part is an ``Unresolved`` text.
         branches: variables that a branch would set to another value than the one that was taken.
+        guessed: variables of the command that a branch alone sets, whose value was taken.
         script: another script that is started with the arguments (``bash run.sh a.b=c``); empty if none.
         others: further commands of the script that look like a training.
         processes: ``NPROC_PER_NODE`` times ``NNODES``, by which ms-swift counts the devices; None if unset.
@@ -54,6 +57,7 @@ class Script:
     entry: str
     words: tuple[str, ...]
     branches: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
     script: str = ""
     others: int = 0
     processes: int | None = None
@@ -86,6 +90,10 @@ class _State:
         branch: what that branch has set.
         depth: how many ``if``, ``case``, ``for``, ``{`` are open.
         other: names that a branch would set to another value.
+        guessed: names that have their value from a branch alone.
+        condition: the last test, as written.
+        read: names whose value was read since it was emptied.
+        depends: for each name the names that its value was made of.
         exported: names that the commands of the script know.
     """
 
@@ -94,7 +102,19 @@ class _State:
     branch: dict[str, list[str]] = field(default_factory=dict)
     depth: int = 0
     other: dict[str, None] = field(default_factory=dict)
+    guessed: dict[str, None] = field(default_factory=dict)
+    condition: str = ""
+    read: set[str] = field(default_factory=set)
+    depends: dict[str, set[str]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
+
+    def made_of(self, names: set[str]) -> set[str]:
+        """These names and all that their values were made of."""
+        known: set[str] = set()
+        while names:
+            known |= names
+            names = {one for name in names for one in self.depends.get(name, ())} - known
+        return known
 
     def enter(self, by: int) -> None:
         """Open or close a branch."""
@@ -120,18 +140,24 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
     """
     given = machine() if environment is None else environment
     state = _State({name: [value] for name, value in given.items()})
-    commands = [words for command in _commands(text) if (words := _run(command, state))]
-    counted = [(sum(_is_option(word) for word in words), words) for words in commands]
+    commands: list[tuple[list[str], set[str]]] = []
+    for command in _commands(text):
+        state.read.clear()
+        if words := _run(command, state):
+            commands.append((words, state.made_of(set(state.read))))
+    counted = [(sum(_is_option(word) for word in words), words) for words, _ in commands]
     most, words = max(counted, key=lambda pair: pair[0], default=(0, []))
     if most == 0:
         raise ValueError("file must start a training with options (--a b or a.b=c), but no command in it has any.")
     alike = [found for number, found in counted if number * 2 > most and found is not words]
     known = {name: values[0] for name, values in state.variables.items() if len(values) == 1}
+    used = next(names for command, names in commands if command is words)
     script = _split_entry(words, tuple(state.other))
     if len(words) > 1 and words[0] in _SHELLS and words[1].endswith((".sh", ".bash")):
         script = replace(script, entry="", words=tuple(words[2:]), script=words[1])
     return replace(
         script,
+        guessed=tuple(name for name in state.guessed if name in used and name not in state.other),
         others=sum(bool(_split_entry(found, ()).entry) for found in alike),
         processes=_processes(known),
         exported={name: known[name] for name in sorted(state.exported) if name in known},
@@ -155,7 +181,7 @@ def _split_entry(words: list[str], branches: tuple[str, ...]) -> Script:
         before = words[index - 1] if index else ""
         if start and "=" in word and (_is_option(word) or _ASSIGNMENT.match(word)):  # its value may end with .py
             break
-        if before == "-m" or word.endswith(".py") or (before in _PROGRAMS and not word.startswith("-")):
+        if before in ("-m", "--module") or word.endswith(".py") or (before in _PROGRAMS and not word.startswith("-")):
             start = index + 1
         elif start and _is_option(word):
             break
@@ -178,10 +204,13 @@ def _run(command: _Command, state: _State) -> list[str]:
         exports = exports or word in ("export", "-x")
         state.enter((word in _OPENS) - (word in _CLOSES))
         if word in _CONDITIONS:
+            state.condition = " ".join(one.text for one in raw)
             return []
     if raw and raw[-1].text == "{" and len(raw) <= 2:  # a function begins
         state.enter(1)
         return []
+    if raw and raw[0].text in _TESTS:
+        state.condition = " ".join(one.text for one in raw)
     state.enter(int(command.chained))
     assigned = 0
     for one in raw:
@@ -210,9 +239,14 @@ def _assign(match: re.Match[str], state: _State) -> None:
     reading = state
     if state.depth > 0:  # X=${X:-8} in a branch reads the X before the branch
         reading = _State({**state.variables, name: before or [""]})
+    outside = set(state.read)
+    reading.read.clear()
     found = _assigned(match["value"], reading)
+    state.depends[name] = (state.depends.get(name, set()) if match["more"] else set()) | reading.read
+    state.read = outside
     if state.depth == 0:
         state.variables[name] = [*(state.variables.get(name, []) if match["more"] else []), *found]
+        state.guessed.pop(name, None)
         return
     known = before is not None and before != [""] and not any(isinstance(one, Unresolved) for one in before)
     if known or match["more"]:
@@ -222,6 +256,8 @@ def _assign(match: re.Match[str], state: _State) -> None:
         state.variables[name] = [Unresolved("${" + name + "}")]
     else:
         state.variables[name] = found
+        if not re.search(rf"-z\s+\"?\$\{{?{name}\b", state.condition):  # else: set where it is not set
+            state.guessed[name] = None
 
 
 def _assigned(value: str, state: _State) -> list[str]:
@@ -277,6 +313,9 @@ def _value(text: str, index: int, state: _State) -> tuple[list[str], int]:
     if text.startswith("$((", index):
         end = _closing(text, index + 1, "(", ")")  # of the outer bracket
         return [_arithmetic(text[index + 3 : end - 1], state)], end + 1
+    if text.startswith("$[", index):  # the older $[1 + 2]
+        end = _closing(text, index + 1, "[", "]")
+        return [_arithmetic(text[index + 2 : end], state)], end + 1
     if text.startswith("$(", index):
         return [_UNKNOWN], _closing(text, index + 1, "(", ")") + 1
     if text.startswith("${", index):
@@ -296,6 +335,7 @@ def _parameter(expression: str, state: _State) -> list[str]:
     name, rest = match["name"], match["rest"]
     if name in ("@", "*"):
         return []
+    state.read.add(name)
     found = state.variables.get(name)
     default = re.fullmatch(r":?[-=](.*)", rest, re.DOTALL)
     if default is not None and (found is None or (rest.startswith(":") and "".join(found) == "")):
@@ -311,6 +351,7 @@ def _parameter(expression: str, state: _State) -> list[str]:
 
 
 def _arithmetic(expression: str, state: _State) -> str:
+    state.read |= set(re.findall(r"[A-Za-z_]\w*", expression))
     filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: (state.variables.get(match[1]) or ["?"])[0], expression)
     if not _ARITHMETIC.fullmatch(filled) or "**" in filled:
         return _UNKNOWN
@@ -369,6 +410,8 @@ def _unit(text: str, index: int, word: _Word) -> int:
         return _closing_quote(text, index) + 1
     if text.startswith("${", index):
         return _closing(text, index + 1, "{", "}") + 1
+    if text.startswith("$[", index):
+        return _closing(text, index + 1, "[", "]") + 1
     if text.startswith("$(", index) or (letter == "(" and word.text.endswith("=")):
         return _closing(text, text.index("(", index), "(", ")") + 1
     if letter == "`":

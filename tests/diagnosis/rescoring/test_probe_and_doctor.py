@@ -14,6 +14,8 @@ from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.probe import run_probe
 from trl_offpolicy.diagnosis.probe.sides import open_sides, render_prompts
 
+pytestmark = pytest.mark.integration  # a probe and a run for every case
+
 PROMPTS = ("w1 w2", "w3", "w4 w9", "w50 w51 w5")
 
 

@@ -259,6 +259,7 @@ def run(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.integration
 def test_two_ranks_share_the_server_and_its_errors(tmp_path: Any) -> None:
     for rank, seen in enumerate(two_ranks.launch(__file__, run, tmp_path)):
         numbers = [1 + 2 * step + rank for step in range(3)]

@@ -123,18 +123,26 @@ def _kl(source: Source) -> Iterable[Found]:
 
 def _advantages(source: Source) -> Iterable[Found]:
     """Group means of ``reward_norm`` and batch deviations of ``adv_norm``, where there is an estimator of that form."""
-    keys = tuple(key for key in source.settings.values if key.startswith(("actor.reward_norm", "actor.adv_norm")))
+    older = "actor.group_reward_norm"
+    keys = tuple(
+        key for key in source.settings.values if key.startswith(("actor.reward_norm", "actor.adv_norm", older))
+    )
     if not keys:
         return
 
     def levels(section: str) -> tuple[Any, Any]:
+        if section == "reward_norm" and source.get(older) is True:
+            return ("group", "group")
+        switched = source.get(f"actor.{section}", True if source.has(older) and section == "adv_norm" else None)
+        if isinstance(switched, bool):  # older files switch it on or off
+            return ("batch", "batch") if switched else (None, None)
         given = any(key.startswith(f"actor.{section}.") for key in keys)
         names = (f"actor.{section}.mean_level", f"actor.{section}.std_level")
         return (source.get(names[0], "batch"), source.get(names[1], "batch")) if given else (None, None)
 
     reward, advantage = levels("reward_norm"), levels("adv_norm")
     leave_one_out = bool(source.get("actor.reward_norm.mean_leave1out", False))
-    epsilon = source.get("actor.reward_norm.eps", 1e-5)
+    epsilon = source.get("actor.reward_norm.eps", 1e-9 if source.has(older) else 1e-5)
     discounts = ("actor.discount", "actor.gae_lambda")
     factors = [1.0 if source.get(key) is None else number(key, source.get(key)) for key in discounts]
     discount = factors[0] * factors[1]  # without values, GAE is the return discounted by both
@@ -344,4 +352,5 @@ FRAMEWORK = Framework(
         ),
         **shared.names("", "workflow eval_workflow agent_run_args reward_fn max_turns", shared.TOOLS),
     },
+    renamed={"actor.behav_imp_weight_cap": "actor.behave_imp_weight_cap"},
 )

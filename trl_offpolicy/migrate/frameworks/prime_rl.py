@@ -56,7 +56,8 @@ def _batch(source: Source) -> Iterable[Found]:
         devices, where = nodes * source.get("deployment.gpus_per_node", 8), "deployment.num_train_nodes x gpus_per_node"
         keys += source.given("deployment.num_train_nodes", "deployment.gpus_per_node")
     if generations is None or step % generations:
-        yield Left(keys, f"{step} responses are no whole groups of {generations}; set num_generations")
+        why = f"{step} responses are no whole groups of {generations}; set num_generations"
+        yield Left(keys, why, to_set=shared.SIZE_FIELDS)
         return
     yield from shared.batch(shared.Batch(keys, step // generations, generations, step, None, devices or 1, where))
 
@@ -114,6 +115,7 @@ def _loss(source: Source) -> Iterable[Found]:
         yield Left(
             source.given(f"{LOSS}.type", f"{LOSS}.import_path"),
             "your own loss: write it as a policy loss, offpolicy.objective.policy_loss: {type: 'module:Class'}",
+            to_set=shared.LOSS_TO_SET,
         )
 
 
@@ -148,7 +150,7 @@ def _advantages(source: Source) -> Iterable[Found]:
     if kind == "grpo":
         yield Carried(source.given(key), {"offpolicy.advantages": "dr_grpo"}, "prime-rl's grpo is r - mean")
     else:
-        yield Left(source.given(key), f"the algorithm {kind!r} has no counterpart here")
+        yield shared.no_estimator(source.given(key), f"of the algorithm {kind!r}")
 
 
 def _engine(source: Source) -> Iterable[Found]:

@@ -203,7 +203,8 @@ def _reduction(source: Source) -> Iterable[Found]:
         return
     yield from shared.left(source, {length: "loss_reduction=seq_mean_token_sum_norm alone reads it"})
     if given == "prompt_mean":
-        yield Left((key,), "a mean over the tokens of a prompt's responses has no counterpart here")
+        why = "a mean over the tokens of a prompt's responses has no counterpart here"
+        yield Left((key,), why, to_set=shared.to_set("offpolicy.objective.aggregation"))
     elif given == "sequence_mean":
         yield Carried((key,), {"offpolicy.objective.aggregation": "seq_mean_token_mean"})
     else:
@@ -215,6 +216,10 @@ def _kl(source: Source) -> Iterable[Found]:
     names = [f"{ALGORITHM}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_estimator_type")]
     on, coef, kind = (source.get(name) for name in names)
     keys = source.given(*names)
+    older = (f"{ALGORITHM}.use_kl_estimator_k3", f"{ALGORITHM}.use_abs_kl")
+    if source.has(*older):  # k3 unless it is switched off; then the distance, or k1
+        k3, distance = switch(older[0], source.get(older[0], True)), switch(older[1], source.get(older[1], False))
+        kind, keys = ("k3" if k3 else "abs" if distance else "k1"), (*keys, *source.given(*older))
     in_reward = f"{ALGORITHM}.use_kl_in_reward"
     if switch(in_reward, source.get(in_reward, False) or False):
         yield from _kl_in_reward(source, (in_reward, *keys), number(names[1], coef), kind)
@@ -256,6 +261,12 @@ def _entropy(source: Source) -> Iterable[Found]:
 def _advantages(source: Source) -> Iterable[Found]:
     names = [f"{ALGORITHM}.{name}" for name in ("advantage_estimator", "grpo_norm_by_std")]
     kind, by_std = (source.get(name) for name in names)
+    whitened = f"{ALGORITHM}.advantage_batch_normalize"
+    if source.has(whitened) and switch(whitened, source.settings.values[whitened]):
+        how = "with advantage_batch_normalize (its mean is over padding as well)"
+        yield shared.no_estimator(source.given(*names, whitened), how)
+        return
+    yield from shared.left(source, {whitened: "off"})
     if kind is None:
         return
     if kind == "grpo":
@@ -411,7 +422,6 @@ FRAMEWORK = Framework(
         "trainer.fully_async": shared.ASYNC,
         "trainer.mtp": shared.MODEL,
         f"{ALGORITHM}.kl_ctrl": "the KL in the reward alone reads it",
-        f"{ALGORITHM}.advantage_batch_normalize": "set offpolicy.advantages: {type: grpo, scale: batch}",
         f"{ALGORITHM}.dynamic_sampling": "dynamic sampling has no counterpart here",
         f"{ALGORITHM}.zero_variance_filter*": "prompts with equal rewards have advantage 0 here, and stay in the count "
         "of tokens; the keep term equal_rewards with denominator: kept and kl_on: kept takes them out",
@@ -470,6 +480,7 @@ FRAMEWORK = Framework(
         **shared.names(SAMPLING, "logprobs stop additional_kwargs", "set generation_kwargs"),
     },
     renamed={
+        f"{ALGORITHM}.ppo_loss_type": f"{ALGORITHM}.policy_loss_type",
         **{name: f"{CORRECTION}.{name}" for name in _CORRECTION},
         **{
             f"generator.{old}": f"{ENGINE}.{new}"

@@ -48,6 +48,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+_BY_GROUP = ("grpo", "gspo", "cispo")
+_BASELINE = "reinforce_plus_plus_baseline"
+
+
 def _is_script(source: Source) -> bool:
     return bool(source.settings.spelled)
 
@@ -137,6 +141,15 @@ def _clip(source: Source) -> Iterable[Found]:
     yield from shared.clip(source, "eps_clip", "eps_clip_high", "eps_clip_c")
 
 
+def _own_loss(source: Source) -> Iterable[Found]:
+    """``--loss-type custom_loss``, and the engine's log-probs in place of pi_old."""
+    key, bypass = "loss_type", "use_rollout_logprobs"
+    if source.has(key) and (kind := text("--loss-type", source.settings.values[key])) != "policy_loss":
+        yield shared.no_loss(source.given(key, "custom_loss_function_path"), kind)
+    if source.has(bypass) and switch("--use-rollout-logprobs", source.settings.values[bypass]):
+        yield Carried((bypass,), {"offpolicy.objective.mode": "bypass"}, "the loss's ratio is pi / mu")
+
+
 def _cispo(source: Source) -> dict[str, Any]:
     """The estimator's name is that of the loss too; its bounds are distances from 1, and below 0 there is none."""
     below = number("--eps-clip", source.get("eps_clip", 0.2))
@@ -147,30 +160,47 @@ def _cispo(source: Source) -> dict[str, Any]:
 
 
 def _advantages(source: Source) -> Iterable[Found]:
-    key, plain = "advantage_estimator", "disable_grpo_std_normalization"
-    if not source.has(key, plain):
+    key = "advantage_estimator"
+    own = ("custom_advantage_function_path", "custom_reward_post_process_path")
+    switches = ("disable_grpo_std_normalization", "disable_rewards_normalization", "normalize_advantages")
+    if source.has(*own):
+        yield shared.no_estimator(source.given(key, *switches, *own), "of a function of your own")
         return
-    if source.unknown(key):
+    if source.unknown(key) or not source.has(key, *switches):
         return
     kind = text("--advantage-estimator", source.get(key, "grpo"))
+    by_std, by_group, whitened = (
+        switch(f"--{name.replace('_', '-')}", source.get(name, False)) is not name.startswith("disable")
+        for name in switches
+    )
+    keys = source.given(key, *switches)
     if kind == "cispo" and (bounds := source.unknown("eps_clip", "eps_clip_high")):
         why = f"--{bounds[0].replace('_', '-')} is not known: set offpolicy.objective.policy_loss"
         yield Left(source.given(key), why, to_set=shared.LOSS_TO_SET)
         return
-    by_std = not switch("--disable-grpo-std-normalization", source.get(plain, False))
-    keys = source.given(key, plain)
-    if kind in ("grpo", "gspo", "cispo"):
-        estimator: dict[str, Any] = {"type": "grpo", "epsilon": 1e-6, **({} if by_std else {"scale": "none"})}
-        fields: dict[str, Any] = {"offpolicy.advantages": estimator}
-        if kind == "gspo":
-            fields["importance_sampling_level"] = "sequence"
-        if kind == "cispo":
-            fields |= _cispo(source)
-        yield Carried(keys, fields, "slime adds 1e-6 to the deviation")
-    elif kind == "reinforce_plus_plus_baseline":
-        yield Carried(keys, {"offpolicy.advantages": "reinforce_plus_plus_baseline"})
-    else:
+    losses: dict[str, dict[str, Any]] = {"gspo": {"importance_sampling_level": "sequence"}}
+    losses |= {"cispo": _cispo(source)} if kind == "cispo" else {}
+    if kind not in (*_BY_GROUP, _BASELINE):
         yield shared.no_estimator(keys, repr(kind))
+        return
+    if not by_group:
+        yield Carried(source.given(key), losses.get(kind, {}), "the loss alone, see --disable-rewards-normalization")
+        yield shared.no_estimator(source.given(*switches), "of the raw reward, without a baseline,")
+        return
+    by_std = by_std and kind in _BY_GROUP
+    fields = {"offpolicy.advantages": _estimator(by_std, whitened), **losses.get(kind, {})}
+    yield Carried(keys, fields, "slime adds 1e-6 to the deviation" if by_std else "r - mean of the group")
+    if kind == _BASELINE and source.has("kl_coef") and number("--kl-coef", source.get("kl_coef")) != 0:
+        why = "its KL is taken from the advantages; set offpolicy.objective.kl with place: reward"
+        yield Left(source.given("kl_coef"), why)
+
+
+def _estimator(by_std: bool, whitened: bool) -> Any:
+    """R - mean of the group, over its deviation or not; ``whitened``: then normalised over the batch's tokens."""
+    if whitened:
+        whole: dict[str, Any] = {"type": "reinforce_plus_plus_baseline"}
+        return {**whole, "scale": "group", "epsilon": 1e-6} if by_std else whole["type"]
+    return {"type": "grpo", "epsilon": 1e-6} if by_std else "dr_grpo"
 
 
 def _step(source: Source) -> int | None:
@@ -282,6 +312,7 @@ FRAMEWORK = Framework(
         _reduction,
         _kl,
         _clip,
+        _own_loss,
         _advantages,
         _batch,
         _counted,
@@ -299,8 +330,7 @@ FRAMEWORK = Framework(
         ),
         **shared.names(
             "",
-            "rm_type rm_url reward_key eval_reward_key group_rm custom_rm_path "
-            "disable_rewards_normalization custom_reward_post_process_path",
+            "rm_type rm_url reward_key eval_reward_key group_rm custom_rm_path",
             shared.REWARD,
         ),
         **shared.names(
@@ -321,18 +351,18 @@ FRAMEWORK = Framework(
         ),
         **shared.names(
             "",
-            "kl_coef gamma lambd value_clip normalize_advantages",
+            "kl_coef gamma lambd value_clip",
             "GAE, REINFORCE++ and the KL in the reward alone read it",
         ),
         **shared.names("", "use_opd opd_* critic_* num_critic_only_steps", shared.OTHER_MODELS),
         **shared.names("", "use_routing_replay use_rollout_routing_replay", "set routing_replay: r2 or r3"),
-        "use_rollout_logprobs": "set offpolicy.objective.mode: bypass (docs/objectives.md)",
+        "use_rollout_logprobs": "off",
         "get_mismatch_metrics": "the mismatch is always measured here",
         "use_rollout_entropy": shared.LOGGING,
         "use_dynamic_batch_size": "batches are counted in responses here, not in tokens",
         "*max_tokens_per_gpu": "batches are counted in responses here, not in tokens",
         "balance_data": "trim_padding: ranks deals rows to the ranks by length",
-        "loss_type": "set offpolicy.objective.policy_loss",
+        "loss_type": "policy_loss is what is trained here",
         "custom_loss_function_path": "set offpolicy.objective.policy_loss: {type: 'module:Class'}",
         "custom_pg_loss_reducer_function_path": "set offpolicy.objective.aggregation",
         **shared.names(

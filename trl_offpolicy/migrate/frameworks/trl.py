@@ -226,6 +226,17 @@ def _mappings(source: Source) -> Iterable[Found]:
     yield from shared.mapping_fields(source, FIELDS)
 
 
+def _warmup(source: Source) -> Iterable[Found]:
+    """``warmup_ratio``, which transformers 5 took into ``warmup_steps``; it counted where that was 0."""
+    share, steps = "warmup_ratio", "warmup_steps"
+    if not source.has(share):
+        return
+    if source.settings.values.get(steps) or source.unknown(steps):
+        yield Left((share,), f"{steps} decides")
+    elif (value := source.settings.values[share]) is not None:
+        yield Carried(source.given(share, steps), {steps: value}, f"a share of all steps: {steps} below 1", older=True)
+
+
 def _unread(source: Source) -> Iterable[Found]:
     """Without vLLM, TRL's default, its correction is off, and so are its options."""
     key = "use_vllm"
@@ -249,9 +260,10 @@ FRAMEWORK = Framework(
         name: Row(name, strategy if name in _STRATEGIES else plain)
         for name in ("dataset_name", "dataset_config", "system_prompt", *FIELDS)
     },
-    steps=(_unread, _mappings),
+    steps=(_unread, _mappings, _warmup),
     left={
         "reward_funcs": shared.REWARD,
+        "warmup_ratio": "null: not set",
         "reward_model_name_or_path": shared.REWARD,
         "dataset_*": shared.DATA,
         "datasets*": shared.DATA,
@@ -262,7 +274,6 @@ FRAMEWORK = Framework(
     renamed={
         f"{_IS}_cap": f"{_IS}_clip_max",
         "torch_dtype": "dtype",
-        "warmup_ratio": "warmup_steps",
         "per_gpu_train_batch_size": "per_device_train_batch_size",
     },
 )

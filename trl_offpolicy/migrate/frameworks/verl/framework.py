@@ -18,7 +18,7 @@ from trl_offpolicy.migrate.frameworks.verl.asynchronous import (
     routing_replay,
     trainer_of,
 )
-from trl_offpolicy.migrate.frameworks.verl.older import older_options
+from trl_offpolicy.migrate.frameworks.verl.older import WHOLE_MICRO, older_options
 from trl_offpolicy.migrate.frameworks.verl.paths import ACTOR, CORRECTION, MODEL, ROLLOUT
 from trl_offpolicy.migrate.rules import (
     Carried,
@@ -112,9 +112,10 @@ def _batch(source: Source) -> Iterable[Found]:
         "trainer.nnodes",
         "trainer.n_gpus_per_node",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        WHOLE_MICRO,
     )
     prompts = prompts_of(source)
-    generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names[1:])
+    generations, mini, nodes, devices, micro, whole_micro = (shared.given_or(source, name) for name in names[1:])
     if not source.has(*names[:3]):
         yield from shared.responses_of_a_prompt(source, names[1])
         return
@@ -129,6 +130,8 @@ def _batch(source: Source) -> Iterable[Found]:
         why = "the number of devices is not known; give trainer.nnodes=... and trainer.n_gpus_per_node=... as overrides"
         yield from shared.sizes_unknown(source, names, names[1], why)
         return
+    if micro is None and whole_micro is not None:
+        micro = max(whole_micro // (nodes * devices), 1)
     yield from shared.batch(
         shared.Batch(
             source.given(*names, *(["async_training.require_batches"] if trainer_of(source) == "fully_async" else [])),
@@ -176,7 +179,7 @@ def _evaluation(source: Source, per_step: shared.Steps) -> Iterable[Found]:
         yield from shared.left(source, dict.fromkeys((before, responses), shared.EVALUATION))
         return
     value = source.settings.values[every]
-    if value is None or whole(every, value) <= 0:
+    if value is None or value is False or whole(every, value) <= 0:
         yield Carried((every,), {"eval_strategy": "no"})
         yield from shared.left(source, dict.fromkeys((before, responses), f"{every} is off"))
         return
@@ -184,9 +187,10 @@ def _evaluation(source: Source, per_step: shared.Steps) -> Iterable[Found]:
         "eval_strategy": "steps",
         "eval_steps": value * per_step.number,
         "eval_on_start": switch(before, source.get(before, True)),
-        "num_generations_eval": whole(responses, source.get(responses, 1)),
     }
-    fields |= _evaluation_batch(source, fields["num_generations_eval"])
+    if not source.unknown(responses):
+        fields["num_generations_eval"] = whole(responses, source.get(responses) or 1)
+        fields |= _evaluation_batch(source, fields["num_generations_eval"])
     sampled = "TRL samples held-out prompts as in training, where verl is greedy unless val_kwargs says otherwise"
     why = "; ".join(part for part in (shared.times(per_step), sampled) if part)
     yield Carried(source.given(every, before, responses), fields, why)
@@ -266,12 +270,15 @@ def _engine(source: Source) -> Iterable[Found]:
         value = whole(longest, source.settings.values[longest])
         yield Carried((longest,), {"vllm_max_model_length": value})
         yield from shared.left(source, {lengths[0]: "TRL does not cut prompts; vllm_max_model_length bounds both"})
-    elif source.has(lengths[0]) and source.get(lengths[1]) is not None:
+    elif None not in (source.get(lengths[1]), source.settings.values.get(lengths[0])):
         total = sum(whole(key, source.get(key)) for key in lengths)
         why = "prompt + response; TRL does not cut prompts"
         yield Carried(source.given(lengths[0], longest), {"vllm_max_model_length": total}, why)
     else:
         yield from shared.left(source, {longest: "null: the model's own length"})
+    if source.has(lengths[1]) and source.get(lengths[1]) is None:
+        why = "null: the engine's own length there, and TRL's 512 tokens here: set max_completion_length"
+        yield Left((lengths[1],), why, to_set=shared.to_set("max_completion_length"))
     settings = {
         f"{ROLLOUT}.enforce_eager": ("enforce_eager", switch),
         f"{ROLLOUT}.dtype": ("dtype", one_of("bfloat16", "float16", "float32", "auto")),
@@ -292,6 +299,15 @@ def _reward_kl(source: Source) -> Iterable[Found]:
     fields |= {"option.kl_penalty": source.get(penalty, "kl")} if source.given(penalty) else {}
     if fields:
         yield Carried(source.given(penalty, kind, coef), fields)
+
+
+def _refused_bounds(source: Source) -> Iterable[Found]:
+    """Bounds of the clip that are no number above 0, as the -1 of rLLM's files."""
+    for name in ("clip_ratio_low", "clip_ratio_high"):
+        key = f"{ACTOR}.{name}"
+        value = source.settings.values.get(key)
+        if isinstance(value, int | float) and value <= 0:
+            yield Left((key,), f"a bound of {value} is refused here: set epsilon", to_set=shared.to_set("epsilon"))
 
 
 def _data(source: Source) -> Iterable[Found]:
@@ -408,6 +424,7 @@ FRAMEWORK = Framework(
         _data,
         _reward,
         older_options,
+        _refused_bounds,
     ),
     defaults=DEFAULTS,
     left={
@@ -417,7 +434,7 @@ FRAMEWORK = Framework(
         f"{ACTOR}.strategy": shared.MODEL,
         f"{ACTOR}.use_dynamic_bsz": "batches are counted in responses here, not in tokens",
         f"{ACTOR}.ppo_max_token_len_per_gpu": "batches are counted in responses here, not in tokens",
-        f"{ACTOR}.ppo_micro_batch_size": "verl's own retired name of ppo_micro_batch_size_per_gpu",
+        WHOLE_MICRO: "the responses of a forward pass over all devices; the batch sizes are not all known",
         f"{ACTOR}.policy_loss.rollout_correction": "verl's trainers read algorithm.rollout_correction",
         f"{ACTOR}.optim": "set the optimizer here: optim, adam_epsilon, lr_scheduler_kwargs",
         f"{ACTOR}.checkpoint": shared.CHECKPOINTS,
@@ -463,7 +480,8 @@ FRAMEWORK = Framework(
         ),
         "actor_rollout_ref.nccl_timeout": shared.MODEL,
         "algorithm.lam": "GAE alone reads it",
-        "algorithm.kl_ctrl": "the KL in the reward alone reads it",
+        "algorithm.kl_ctrl": "the KL in the reward alone reads it, and use_kl_in_reward is off (to verl 0.2 it was in "
+        "the reward unless use_kl_loss: add algorithm.use_kl_in_reward=true if yours is so old)",
         "algorithm.kl_penalty": "the KL in the reward alone reads it",
         "algorithm.pf_ppo": "PF-PPO alone reads it",
         "algorithm.filter_groups": "dynamic sampling has no counterpart here",
@@ -516,6 +534,7 @@ FRAMEWORK = Framework(
     renamed={
         f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
         **{name: f"{CORRECTION}.{name}" for name in _CORRECTION},
+        **{f"{ACTOR}.{name}": f"{ACTOR}.policy_loss.{name}" for name in _POLICY_LOSS},  # of forks, before verl had them
     },
     prefixes={
         "rollout_correction": CORRECTION,

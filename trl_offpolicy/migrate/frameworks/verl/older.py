@@ -16,8 +16,13 @@ LEVELS = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"
 """Levels of the older ``rollout_rs`` and ``rollout_is_level``: their names here."""
 
 
+WHOLE_MICRO = f"{ACTOR}.ppo_micro_batch_size"
+"""Responses of a forward pass over all devices, to verl 0.2; a sign of such a file."""
+
+
 def older_options(source: Source) -> Iterable[Found]:
     """What they mean here; those that are only renamed are read under the newer name."""
+    yield from _first_versions(source)
     yield from _tis_cap(source)
     yield from _flat_options(source)
     yield from _old_rejection(source)
@@ -31,6 +36,31 @@ def older_options(source: Source) -> Iterable[Found]:
     }.items():
         if source.has(key):
             yield Left((key,), why) if source.settings.values[key] else Carried((key,), {}, "off", older=True)
+
+
+def _first_versions(source: Source) -> Iterable[Found]:
+    """To verl 0.2: one clip, an entropy bonus by default, and the KL in the reward unless ``use_kl_loss``.
+
+    A file is one of these if it counts micro-batches over all devices and gives the coefficient of a KL in the reward
+    without switching one of the two KL terms on.
+    """
+    coef, in_reward, in_loss = "algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
+    if not source.has(WHOLE_MICRO) or source.has(in_reward) or source.unknown(in_reward, in_loss):
+        return
+    clip, entropy = f"{ACTOR}.clip_ratio", f"{ACTOR}.entropy_coeff"
+    if source.has(clip) and not source.has(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"):
+        both = dict.fromkeys(("option.clip_ratio_low", "option.clip_ratio_high"), source.settings.values[clip])
+        yield Carried((clip,), both, "the one bound of verl to 0.2, on both sides", older=True)
+    if not source.has(entropy) and not source.unknown(entropy):
+        yield Carried((), {"option.entropy_coeff": 0.001}, "the default of verl to 0.2, which this file is of")
+    if source.settings.values.get(in_loss) is not True and source.settings.values.get(coef):
+        kind = "algorithm.kl_ctrl.type"
+        control = {key.rpartition(".")[2]: source.settings.values[key] for key in source.given(coef, kind)}
+        fields = {"option.use_kl_in_reward": True, "option.kl_ctrl": control}
+        penalty = "algorithm.kl_penalty"
+        fields |= {"option.kl_penalty": source.settings.values[penalty]} if source.has(penalty) else {}
+        why = "to verl 0.2 the KL is in the reward unless use_kl_loss; now with use_kl_in_reward"
+        yield Carried(source.given(coef, kind, penalty), fields, why, older=True)
 
 
 def _veto(key: str, value: Any) -> Found:
