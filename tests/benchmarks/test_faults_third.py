@@ -98,7 +98,9 @@ def test_an_image_takes_four_positions(world: World) -> None:
     seen = []
     rotary = world.model.model.rotary_emb
     original = rotary.forward
-    rotary.forward = lambda given, position_ids: (seen.append(position_ids[0].tolist()), original(given, position_ids))[1]
+    rotary.forward = lambda given, position_ids: (seen.append(position_ids[0].tolist()), original(given, position_ids))[
+        1
+    ]
     try:
         made = g.grid_of_an_image(world)
     finally:
