@@ -124,7 +124,7 @@ def architecture() -> list[Kind]:
         kind("prompt_attended_both_ways", e.computes("no causal mask in the prompt", lambda _w: x.both_ways())),
         kind(
             "biases_missing",
-            t.scores_in("the engine has no biases of q, k and v", m(x.with_biases, 0.2)),
+            t.scores_in("the engine has no biases of q, k and v", m(x.with_biases, 0.1)),
             "stale_weights",
             more=("other_weights",),
         ),
