@@ -34,15 +34,12 @@ CONTEXTS = {
     "biases": e.of_model(x.with_biases, 0.5),
     "norms": e.of_model(x.norms_rounded, contexts.bf16),
     "tables": e.of_model(x.rope_tables_rounded, contexts.bf16),
-    "prefill": e.of_model(x.int8_prefill),
     "block_scales": e.of_model(x.block_scales_late),
     "skipped": e.of_model(x.last_layer_skipped),
     "dropped": e.of_model(x.layers_dropped, 0.9),
     "both_adapters": x.both_adapters,
     "twice": x.added_twice,
     "largest": lambda world: x.largest_changes(world, 4, 0.1),
-    "heads": x.query_heads_moved,
-    "old_cache": lambda world: x.cache_of_old_weights(world, 1),
     "merged": lambda world: x.merged(world, contexts.bf16),
 }
 
@@ -94,6 +91,15 @@ def test_prompts_are_old_and_decoded_tokens_are_new(world: World) -> None:
     assert k3(world, made).mean() > SAME
 
 
+@pytest.mark.parametrize("begin", [e.of_model(x.int8_prefill), lambda world: z.prefixes_kept(world, 8)])
+def test_prompts_alone_are_computed_otherwise(world: World, begin: Any) -> None:
+    names = ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
+    right = [world.weights.value(name, VERSIONS) for name in names]
+    made = Made("", world.sample(length=6, inside=lambda: begin(world)))
+    assert all(torch.equal(world.weights.parameters[n].data, value) for n, value in zip(names, right, strict=True))
+    assert k3(world, made).mean() > SAME
+
+
 def test_an_image_takes_four_positions(world: World) -> None:
     seen = []
     rotary = world.model.model.rotary_emb
@@ -142,7 +148,9 @@ def test_routers_by_hand() -> None:
 
 def test_experts_change_and_come_back() -> None:
     model, ids = tiny_moe(0), torch.arange(2, 20)[None]
+    its = type("World", (), {"model": model})()
     makers = [
+        lambda: x.query_heads_moved(its),
         lambda: c.routed(model, x.within_a_group),
         lambda: c.routed(model, x.selected_with_bias(0.1)),
         lambda: c.routed(model, x.router_tempered(0.5)),
@@ -155,7 +163,7 @@ def test_experts_change_and_come_back() -> None:
             with begin():
                 assert (model(ids).logits - before).abs().max() > 1e-3
             assert torch.equal(model(ids).logits, before)
-        with x.experts_permuted(type("World", (), {"model": model})()):
+        with x.experts_permuted(its):
             torch.testing.assert_close(model(ids).logits, before, atol=1e-4, rtol=1e-4)
 
 
@@ -211,6 +219,7 @@ def test_padding_on_the_left_and_an_end_that_was_appended(world: World) -> None:
     assert rows and all(ended.ids[n][-1] == world.stop[0] and ended.logps[n, len(ended.ids[n]) - 1] == 0 for n in rows)
 
 
+@torch.no_grad()
 def test_scorers_by_hand(world: World) -> None:
     batch, scored = world.clean
     right = scored["old_per_token_logps"]
