@@ -64,7 +64,7 @@ def with_bos_again(text: str, world: World) -> str:
     """Another BOS in front of the last question."""
     assert world.task is not None
     before, _, after = text.rpartition(USER)
-    return before + world.task.tokenizer.bos_token + USER + after
+    return f"{before}{world.task.tokenizer.bos_token}{USER}{after}"
 
 
 def with_empty_thinking(world: World) -> Rows:
