@@ -10,6 +10,7 @@ from pathlib import Path
 import engine_kinds as engine
 import other_kinds as other
 import second_kinds as second
+import third_kinds as third
 from kind import Kind
 from wall import SEEN_CLEAN
 
@@ -34,9 +35,19 @@ FAMILIES = (
     second.routing,
     second.mixtures,
     second.over_time,
+    third.prompts,
+    third.sampling,
+    third.architecture,
+    third.precision,
+    third.bookkeeping,
+    third.weights,
+    third.trainer,
+    third.routing,
+    third.mixtures,
+    third.over_time,
 )
 KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
-CLEANS: dict[str, Kind] = {kind.name: kind for kind in (*other.clean(), *second.clean())}
+CLEANS: dict[str, Kind] = {kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean())}
 
 
 def kind_of(name: str) -> Kind:
