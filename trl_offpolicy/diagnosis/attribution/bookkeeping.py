@@ -159,7 +159,8 @@ def _broken(books: Books) -> Floats:
             continue
         start = int(far[0])
         ways = [moved(plain[row : row + 1], step)[0, start + 1 :] for step in (1, -1)]
-        left = [float(np.nanmean(np.abs(way - target[row, start + 1 :]))) if _seen(way) else np.inf for way in ways]
+        gaps = [np.abs(way - target[row, start + 1 :]) for way in ways]
+        left = [float(np.nanmean(gap)) if _seen(gap) else np.inf for gap in gaps]
         out[row, start] = np.nan
         out[row, start + 1 :] = ways[int(np.argmin(left))]
     return out
