@@ -51,7 +51,11 @@ def test_without_sync_the_same_run_disagrees() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "least", "most"),
-    [((), 0.9, 1.0), (("--lora",), 0.01, 0.9), (("--lora", "--transfer", "adapter"), 0.1, 1.0)],
+    [
+        ((), 0.9, 1.0),
+        pytest.param(("--lora",), 0.01, 0.9, marks=pytest.mark.slow),
+        pytest.param(("--lora", "--transfer", "adapter"), 0.1, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_every_sync_is_recorded_with_what_changed(flags: tuple[str, ...], least: float, most: float) -> None:
     syncs = run(*flags)["syncs"]
@@ -61,6 +65,7 @@ def test_every_sync_is_recorded_with_what_changed(flags: tuple[str, ...], least:
     assert len({checksum for _, _, checksum in syncs}) == 3
 
 
+@pytest.mark.slow
 def test_an_engine_of_less_precision_sees_large_steps() -> None:
     syncs = run("--dtype", "bfloat16")["syncs"]
     assert all(visible > 0.9 for _, visible, _ in syncs[1:])  # a rate of 0.01: far above the spacing of bfloat16
@@ -89,9 +94,9 @@ QERL = json.dumps({"preset": "paper/qerl", "options": {"rounding": "int8", "star
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--rounding", "int8", "--rounded-learner"),
+        pytest.param(("--rounding", "int8", "--rounded-learner"), marks=pytest.mark.slow),
         ("--rounding", "int8", "--rounded-learner", "--lora"),
-        ("--preset", QARL),
+        pytest.param(("--preset", QARL), marks=pytest.mark.slow),
     ],
 )
 def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[str, ...]) -> None:
@@ -101,6 +106,7 @@ def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[st
     assert min(result["agreement"]) > 1 - AGREE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--lora", "--transfer", "adapter")])
 def test_noise_on_the_norms_is_in_the_rollouts_of_the_training_alone(flags: tuple[str, ...]) -> None:
     """Three stages in three steps: none, 0.3, 0.1. Proofs and the evaluation at the end are without it."""
@@ -121,6 +127,7 @@ def test_a_preset_brings_the_noise_of_a_rounded_engine() -> None:
     assert first == pytest.approx(run("--rounding", "int8")["mismatch"][0])
 
 
+@pytest.mark.slow
 def test_the_tokens_taken_of_a_draft_are_counted() -> None:
     """Speculation by n-grams: the policy's distribution, and so its log-probs, stay as they are.
 

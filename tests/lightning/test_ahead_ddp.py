@@ -73,7 +73,8 @@ EVERYWHERE = ("recompute_proximal", "snapshot", "balance", "ewma")
 @pytest.mark.parametrize(
     ("strategy", "old_logps"),
     [
-        *(pytest.param("ddp", name, marks=pytest.mark.integration) for name in (*EVERYWHERE, "model")),
+        *(pytest.param("ddp", name, marks=pytest.mark.integration) for name in ("recompute_proximal", "model")),
+        *(pytest.param("ddp", name, marks=pytest.mark.slow) for name in EVERYWHERE if name != "recompute_proximal"),
         *(pytest.param(kind, name, marks=pytest.mark.slow) for kind in ("fsdp2", "zero3") for name in EVERYWHERE),
     ],
 )

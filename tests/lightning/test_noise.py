@@ -87,6 +87,7 @@ def test_two_ranks_draw_apart(tmp_path: Path, engine: str) -> None:
     assert all(row["offpolicy/rollout/distinct_fraction"] > 0.8 for row in logs)
 
 
+@pytest.mark.slow
 def test_a_further_run_does_not_move_a_ranks_seed_again(tmp_path: Path) -> None:
     (first, drawn), (second, others) = in_processes(tmp_path, "again")
     assert first == [5, 5, 5] and second == [6, 6, 6]

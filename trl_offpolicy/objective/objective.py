@@ -472,7 +472,7 @@ def _check_current(batch: PolicyBatch) -> None:
 def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:
     """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite.
 
-    The centre is held within +-10000 nats, as :func:`.log_ratio` holds its ratios.
+    The centre is held within +-10000 nats, as :func:`~trl_offpolicy.functional.log_ratios.log_ratio` holds its ratios.
     """
     here = logps.detach()
     reference = here if centre is None else centre.detach().float()

@@ -153,7 +153,7 @@ def server(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.vllm
-@pytest.mark.integration
+@pytest.mark.slow  # test_server.py trains with a real server and this transfer
 def test_a_real_server_gets_every_version_and_nothing_is_written(
     server: Server, fresh_model: Callable[..., Any], tmp_path: Path
 ) -> None:
