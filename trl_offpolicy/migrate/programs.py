@@ -1,4 +1,4 @@
-"""Programs that a launch script starts without learning from rollouts: their settings have other meanings."""
+"""Programs that do not learn by a policy gradient from rollouts: their settings have other meanings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from trl_offpolicy.migrate.reading import Settings
 
 _WITHOUT_ROLLOUTS = frozenset(
-    [*("sft", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "prm", "pretrain", "cpt", "distill"),
+    [*("sft", "dpo", "kto", "orpo", "cpo", "simpo", "rm", "prm", "pretrain", "cpt"),
      *("serve", "generation", "main_eval")]
 )  # fmt: skip
 """Parts of a program's name that say what it does instead."""
@@ -22,7 +22,7 @@ def other_training(settings: Settings) -> str:
 
     Example:
         >>> other_training(Settings({}, entry="-m verl.trainer.fsdp_sft_trainer"))
-        "starts verl.trainer.fsdp_sft_trainer, which samples none: its settings mean something else ('sft')"
+        "starts verl.trainer.fsdp_sft_trainer, which is no policy gradient: its settings mean something else ('sft')"
     """
     method = settings.values.get("rlhf_type")
     if isinstance(method, str) and method not in ("grpo", "???"):
@@ -39,4 +39,4 @@ def other_training(settings: Settings) -> str:
         found = [words[1]]
     if not found or named & _WITH_ROLLOUTS:
         return ""
-    return f"starts {' '.join(words)}, which samples none: its settings mean something else ({found[0]!r})"
+    return f"starts {' '.join(words)}, which is no policy gradient: its settings mean something else ({found[0]!r})"
