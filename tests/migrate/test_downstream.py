@@ -175,6 +175,9 @@ def test_a_real_setting_means_here_what_it_means_there(name: str, tmp_path: Path
 def test_what_is_set_where_it_is_not_set_is_no_guess(tmp_path: Path) -> None:
     _, text, _, _ = CASES["a branch asks whether it is set"]
     assert GUESSED not in carried(tmp_path, "a.sh", text)[1]
+    body = "main() {\n  N=8\n  " + VERL + "actor_rollout_ref.rollout.n=$N\n}\nmain\n"
+    fields, lists = carried(tmp_path, "a.sh", body)
+    assert fields["num_generations"] == 8 and GUESSED not in lists
     both = 'if [ "$A" = 1 ]; then\n  N=8\nelse\n  N=4\nfi\n' + VERL + "actor_rollout_ref.rollout.n=$N"
     assert "num_generations" not in carried(tmp_path, "a.sh", both)[0]  # neither is taken
 

@@ -23,6 +23,8 @@ _ARITHMETIC = re.compile(r"[\d\s+*/()%-]+")
 _OPENS = ("if", "case", "for", "while", "until", "{", "(")
 _CLOSES = ("fi", "esac", "done", "}", ")")
 _CONDITIONS = ("if", "elif", "for", "while", "until", "case")
+_UNSURE = ("if", "for", "while", "until", "case")
+"""What follows may not run; a function's body and { } do."""
 _TESTS = ("[", "[[", "test")
 _WORDS_BEFORE = ("then", "else", "elif", "do", "!", "export", "declare", "local", "readonly", "exec", "time", "-x")
 _REDIRECTION = re.compile(r"\d*[<>]")
@@ -90,6 +92,7 @@ class _State:
         branch: what that branch has set.
         depth: how many ``if``, ``case``, ``for``, ``{`` are open.
         other: names that a branch would set to another value.
+        unsure: how many of these may not run.
         guessed: names that have their value from a branch alone.
         condition: the last test, as written.
         read: names whose value was read since it was emptied.
@@ -102,6 +105,7 @@ class _State:
     branch: dict[str, list[str]] = field(default_factory=dict)
     depth: int = 0
     other: dict[str, None] = field(default_factory=dict)
+    unsure: int = 0
     guessed: dict[str, None] = field(default_factory=dict)
     condition: str = ""
     read: set[str] = field(default_factory=set)
@@ -203,6 +207,7 @@ def _run(command: _Command, state: _State) -> list[str]:
         word = raw.pop(0).text
         exports = exports or word in ("export", "-x")
         state.enter((word in _OPENS) - (word in _CLOSES))
+        state.unsure += (word in _UNSURE) - (word in ("fi", "esac", "done"))
         if word in _CONDITIONS:
             state.condition = " ".join(one.text for one in raw)
             return []
@@ -212,6 +217,7 @@ def _run(command: _Command, state: _State) -> list[str]:
     if raw and raw[0].text in _TESTS:
         state.condition = " ".join(one.text for one in raw)
     state.enter(int(command.chained))
+    state.unsure += command.chained
     assigned = 0
     for one in raw:
         match = _ASSIGNMENT.match(one.text)
@@ -220,6 +226,7 @@ def _run(command: _Command, state: _State) -> list[str]:
         assigned += 1
         _assign(match, state)
     state.enter(-int(command.chained))
+    state.unsure -= command.chained
     if exports or assigned < len(raw):  # `export A=1 B`, and `A=1 command`, whose A counts from then on here
         names = raw if exports else raw[:assigned]
         state.exported |= {one.text.partition("=")[0].removesuffix("+") for one in names}
@@ -256,7 +263,8 @@ def _assign(match: re.Match[str], state: _State) -> None:
         state.variables[name] = [Unresolved("${" + name + "}")]
     else:
         state.variables[name] = found
-        if not re.search(rf"-z\s+\"?\$\{{?{name}\b", state.condition):  # else: set where it is not set
+        fills_in = re.search(rf"-z\s+\"?\$\{{?{name}\b", state.condition) is not None  # set where it is not set
+        if state.unsure > 0 and not fills_in:
             state.guessed[name] = None
 
 
