@@ -37,3 +37,11 @@ def carried(folder: Path, name: str, text: str) -> tuple[dict[str, Any], str]:
     printed, lists = migrated(path)
     fields = yaml.safe_load(printed)
     return fields | flatten(fields), " ".join(" ".join(lists).split())
+
+
+def check_case(folder: Path, case: tuple[str, str, dict[str, Any], str]) -> None:
+    """Assert that a file (its name and text) gives these fields, and that the lists say this."""
+    file, text, expected, said = case
+    fields, lists = carried(folder, file, text)
+    assert {path: fields.get(path) for path in expected} == expected
+    assert said in lists

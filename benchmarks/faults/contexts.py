@@ -64,7 +64,17 @@ def activation(model: Any, function: nn.Module) -> Any:
 
 
 @contextmanager
-def hooked(modules: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def registered(modules: Sequence[Any], hook: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """A forward hook on some modules, taken off at the end."""
+    hooks = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def hooked(modules: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Any:
     """The outputs of some modules changed."""
 
     def hook(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -72,12 +82,7 @@ def hooked(modules: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Iterat
             return (change(output[0]), *output[1:])
         return change(output)
 
-    hooks = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
+    return registered(modules, hook)
 
 
 def logits_changed(model: Any, change: Callable[[Tensor], Tensor]) -> Any:

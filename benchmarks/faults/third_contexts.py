@@ -155,8 +155,7 @@ def norms_rounded(model: Any, change: Change) -> Any:
     return contexts.hooked(contexts.modules_with(model, "variance_epsilon"), change)
 
 
-@contextmanager
-def output_mixed(modules: list[Any], mix: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+def output_mixed(modules: list[Any], mix: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """``mix(input, output)`` in place of the output."""
 
     def hook(_module: Any, inputs: Any, output: Any) -> Any:
@@ -164,12 +163,7 @@ def output_mixed(modules: list[Any], mix: Callable[[Tensor, Tensor], Tensor]) ->
             return (mix(inputs[0], output[0]), *output[1:])
         return mix(inputs[0], output)
 
-    hooks = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
+    return contexts.registered(modules, hook)
 
 
 def last_layer_skipped(model: Any) -> Any:

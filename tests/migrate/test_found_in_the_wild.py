@@ -23,6 +23,7 @@ from migrated_files import (
     SWIFT,
     VERL,
     carried,
+    check_case,
 )
 
 from trl_offpolicy.cli.migrate import migrated
@@ -278,10 +279,7 @@ def test_a_section_given_alone_takes_overrides_by_its_whole_path(tmp_path: Path)
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_setting_means_here_what_it_means_there(name: str, tmp_path: Path) -> None:
-    file, text, expected, said = CASES[name]
-    fields, lists = carried(tmp_path, file, text)
-    assert {path: fields.get(path) for path in expected} == expected
-    assert said in lists
+    check_case(tmp_path, CASES[name])
 
 
 def test_a_script_that_starts_another_is_read_with_it(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def _advantages(source: Source) -> Iterable[Found]:
     if source.unknown(key) or not source.has(key, *switches):
         return
     kind = text("--advantage-estimator", source.get(key, "grpo"))
+    # the first two are on unless they are disabled, the third is off unless it is asked for
     by_std, by_group, whitened = (
         switch(f"--{name.replace('_', '-')}", source.get(name, False)) is not name.startswith("disable")
         for name in switches
@@ -196,7 +197,7 @@ def _advantages(source: Source) -> Iterable[Found]:
 
 
 def _estimator(by_std: bool, whitened: bool) -> Any:
-    """R - mean of the group, over its deviation or not; ``whitened``: then normalised over the batch's tokens."""
+    """The reward less the group's mean, over its deviation or not, and then ``whitened`` over the batch's tokens."""
     if whitened:
         whole: dict[str, Any] = {"type": "reinforce_plus_plus_baseline"}
         return {**whole, "scale": "group", "epsilon": 1e-6} if by_std else whole["type"]
