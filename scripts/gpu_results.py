@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -76,7 +77,9 @@ def end_of(run: str) -> list[str]:
 
 
 def commit() -> str:
-    """Of the checkout; "unknown" where it was copied without its history."""
+    """Of the checkout; a copy without its history names it in $COMMIT, otherwise it is "unknown"."""
+    if named := os.environ.get("COMMIT"):
+        return named
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
     return found.stdout.strip() or "unknown"
 
