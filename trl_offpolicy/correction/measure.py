@@ -260,7 +260,8 @@ def _lag_groups(ratios: RatioTable, batch: PolicyBatch) -> dict[str, Group]:
     if lags is None:
         return {}
     if lags.shape[-1] == 1:  # one version a row: its sums are there already
-        columns = ratios.rows("current/sampling").sums[:, _LAG_COLUMNS].unbind(-1)
+        sums = ratios.rows("current/sampling").sums
+        columns = [sums[:, column] for column in _LAG_COLUMNS]  # a list as index would be copied there: a wait
         lags = lags.squeeze(-1)
     else:
         values, observed = ratios["current/sampling"]
