@@ -64,6 +64,7 @@ def step(trainer: Any) -> float:
     trainer.training_step(trainer.model, inputs, None)
     elapsed = clock() - started
     trainer.model.zero_grad()
+    trainer.state.global_step += 1  # what is done once in so many steps (the noise floor) is due as in training
     return elapsed
 
 

@@ -3,7 +3,8 @@
 #   recipes/gpu_pack.sh DIR [REQUIREMENT ...]
 #     REQUIREMENT   what to bring, with its dependencies (default: vllm and what pyproject.toml names for this kit and its
 #                   extras quickstart, lightning and test). Left out: torch and what comes with it (triton, NVIDIA's
-#                   libraries), which the other machine has, and pycosat, which needs a compiler and no recipe uses.
+#                   libraries), which the other machine has. It needs a C compiler and Python's headers, as Triton does:
+#                   pycosat, which reasoning-gym imports, has no wheel.
 # On the other machine: `bash DIR/unpack.sh`, with its own torch at hand; it installs into the Python of $PYTHON (default:
 # python) and puts the model into .cache of the folder it is started in. That folder is to be a checkout.
 #   VLLM            version of vLLM, by the other machine's torch (default: 0.26.0, for torch 2.11)
@@ -13,7 +14,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 case ${1:-} in
-"" | -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0" && exit 0 ;;
+"" | -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 0 ;;
 esac
 for name in pyproject.toml benchmarks tests scripts; do
     [ -e "$name" ] || { echo "gpu_pack.sh needs a checkout (git clone trl-offpolicy), but there is no $name beside recipes." >&2 && exit 2; }
@@ -49,7 +50,7 @@ with_torch, new = set(), {"torch"}
 while new:  # torch, what it asks for, what that asks for
     with_torch |= new
     new = {name for one in new for name in asks.get(one, ())} - with_torch
-left = {name for name in with_torch if re.match(r"(torch|triton|nvidia-.*|cuda-.*)$", name)} | {"pycosat"}
+left = {name for name in with_torch if re.match(r"(torch|triton|nvidia-.*|cuda-.*)$", name)}
 for name, one in found.items():
     version = one["metadata"]["version"]
     if name in left: print(f"left out: {name} {version}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""Writes docs/gpu_results.md from what recipes/gpu_day.sh left: python scripts/gpu_results.py RUN_DIR PAGE."""
+"""Writes docs/gpu_results.md from what recipes/gpu_day.sh left: python scripts/gpu_results.py RUN_DIR PAGE.
+
+What a person wrote above the line :data:`MARK` of an earlier page stays.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,27 @@ LINES = 60
 """Last lines that are kept of each run in a log."""
 RUN = re.compile(r"^== (?=\w)", re.MULTILINE)
 """How recipes/gpu_day.sh begins a run, where a step has several."""
+MARK = "<!-- below: written by scripts/gpu_results.py -->"
 NOISE = re.compile(r"it/s\]|s/it\]|INFO|WARNING|Warning|^\s*$|\x1b")
+
+HEAD = (
+    "# Results on a GPU\n\n"
+    "What `recipes/gpu_day.sh` printed, for those who ask whether the kit was run where its users run it. The script "
+    "writes what is below the next line.\n\n"
+)
+
+
+def written(folder: Path, target: Path) -> str:
+    """The whole page, with what stands above the mark in an earlier one."""
+    earlier = target.read_text(encoding="utf-8") if target.exists() else ""
+    above = earlier.split(MARK)[0] if MARK in earlier else HEAD
+    return f"{above}{MARK}\n\n{page(folder)}"
 
 
 def page(folder: Path) -> str:
-    """The whole page; a step without a log was not run."""
+    """What the steps printed; a step without a log was not run."""
     parts = [
-        "# Results on a GPU\n",
-        "What `recipes/gpu_day.sh` printed, for those who ask whether the kit was run where its users run it. The "
-        "script writes this page.\n",
+        "## What was printed\n",
         f"{time.strftime('%Y-%m-%d')}, commit {commit()}, {device()}, {versions()}.\n",
         "| step | what | result | seconds |\n|---|---|---|---|",
         *(row(folder, name, title) for name, title in STEPS.items()),
@@ -64,7 +79,7 @@ def section(folder: Path, name: str, title: str) -> str:
     text = (folder / f"{name}.log").read_text(errors="replace").replace("\r", "\n")
     starts = [0, *(found.start() for found in RUN.finditer(text)), len(text)]
     kept = [line for start, end in pairwise(starts) for line in end_of(text[start:end])]
-    return f"## {title}\n\n```text\n" + "\n".join(kept) + "\n```\n"
+    return f"### {title}\n\n```text\n" + "\n".join(kept) + "\n```\n"
 
 
 def end_of(run: str) -> list[str]:
@@ -101,4 +116,5 @@ def versions() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(page(Path(sys.argv[1])), encoding="utf-8")
+    target = Path(sys.argv[2])
+    target.write_text(written(Path(sys.argv[1]), target), encoding="utf-8")

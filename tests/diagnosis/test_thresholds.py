@@ -266,7 +266,7 @@ def still_gradient(value: float, limits: Thresholds) -> set[str]:
 
 
 def sync_rounds(value: float, limits: Thresholds) -> bool:
-    return bool(SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": value}, limits))
+    return bool(SYNC_ROUNDING[0].taken({"rollout/sync_visible_fraction": value}, limits))
 
 
 def lag_of_oapl(value: float, limits: Thresholds) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu_results import LINES, STEPS, page
+from scripts.gpu_results import LINES, MARK, STEPS, page, written
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "gpu_day.sh"
@@ -99,6 +99,16 @@ def test_every_run_of_a_step_keeps_its_end(tmp_path: Path) -> None:
     (tmp_path / "quickstart.log").write_text("\n".join(lines))
     kept = page(tmp_path).split("```text\n")[1].split("\n```")[0].split("\n")
     assert kept == [*lines[:7], "(5 lines left out)", *second[5:]]
+
+
+def test_what_a_person_wrote_above_the_mark_stays(tmp_path: Path) -> None:
+    target = tmp_path / "page.md"
+    target.write_text(written(tmp_path, target))
+    assert target.read_text().startswith("# Results on a GPU\n")
+    above, below = target.read_text().split(MARK)
+    target.write_text(f"{above}Read this first.\n{MARK}\n\nof yesterday")
+    again = written(tmp_path, target)
+    assert again.startswith(f"{above}Read this first.\n{MARK}") and again.endswith(below)
 
 
 def test_the_page_tells_what_passed_what_failed_and_what_was_not_run(tmp_path: Path) -> None:

@@ -152,9 +152,9 @@ def test_by_itself_it_asks_for_everything_of_the_day_but_what_comes_with_torch(
     assert "--no-deps" not in resolved
 
     asked = {re.split("==", word)[0] for word in downloaded if "==" in word}
-    assert asked == {name.lower() for name in ASKS} - OF_TORCH - {"pycosat"}
+    assert asked == {name.lower() for name in ASKS} - OF_TORCH
     named = {line.split()[2] for line in packed.stderr.splitlines() if line.startswith("left out: ")}
-    assert named == OF_TORCH | {"pycosat"}
+    assert named == OF_TORCH
     assert "--no-deps" in downloaded and downloaded[downloaded.index("--python-version") + 1] == "3.12"
     platforms = [after for word, after in pairwise(downloaded) if word == "--platform"]
     assert {"manylinux_2_28_x86_64", "manylinux2014_x86_64"} <= set(platforms)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trl_offpolicy.engines.engine import Call
+from trl_offpolicy.rollouts import token_ids
 from trl_offpolicy.rollouts.token_ids import Drift, TokenIdCheck, drift_of_ids, first_drift, is_canonical, runs
 
 PROMPT = [1, 2]
@@ -175,6 +176,14 @@ def test_at_most_eight_rows_are_looked_at():
     check = TokenIdCheck(trainer([Call([1], [2])] * 16), "warn")
     (group,) = [g for name, g in check(batch(rows)).groups.items() if name.endswith("ids")]
     assert group.moments.sums.tolist() == [8.0, 0.0]  # every second row; the last is not among them
+
+
+def test_of_long_rows_fewer_are_looked_at(monkeypatch):
+    monkeypatch.setattr(token_ids, "TOKENS", 5)
+    for row, looked_at in (([2], 5.0), ([2, 2], 2.0), ([2] * 9, 1.0)):
+        check = TokenIdCheck(trainer([Call([1], row)]), "warn")
+        (group,) = [g for name, g in check(batch([row] * 10)).groups.items() if name.endswith("ids")]
+        assert group.moments.sums.tolist() == [looked_at, 0.0]
 
 
 def test_tool_tokens_are_not_compared_but_their_context_is():

@@ -260,8 +260,8 @@ def _lag_groups(ratios: RatioTable, batch: PolicyBatch) -> dict[str, Group]:
     if lags is None:
         return {}
     if lags.shape[-1] == 1:  # one version a row: its sums are there already
-        sums = ratios.rows("current/sampling").sums
-        columns = [sums[:, column] for column in _LAG_COLUMNS]  # a list as index would be copied there: a wait
+        of_rows = ratios.rows("current/sampling").sums
+        columns = tuple(of_rows[:, column] for column in _LAG_COLUMNS)  # a list as index is copied there, which waits
         lags = lags.squeeze(-1)
     else:
         values, observed = ratios["current/sampling"]

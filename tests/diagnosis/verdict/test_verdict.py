@@ -14,7 +14,7 @@ import yaml
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
 from trl_offpolicy.diagnosis.verdict.judge import diagnose
-from trl_offpolicy.diagnosis.verdict.tree import SYNC_ROUNDING, TREE
+from trl_offpolicy.diagnosis.verdict.tree import TREE
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 HEALTHY = {
@@ -169,10 +169,16 @@ def test_only_the_mean_of_the_log_ratio_bounds_the_kl() -> None:
 
 
 def test_a_sync_that_rounds_most_of_a_step_away() -> None:
-    limits = Thresholds()
-    assert SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": 0.15}, limits)
-    assert not SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": 0.6}, limits)
-    assert (SYNC_ROUNDING in TREE) == ("sync_rounding" in CAUSES)
+    assert causes(log(rollout__sync_visible_fraction=0.6)) == []
+    for kl, severity in ((0.0016, "notice"), (0.022, "warning")):
+        found = causes(log(rollout__sync_visible_fraction=0.05, mismatch__kl_k3=kl))
+        assert ("sync_rounding", severity) in found, kl
+
+
+def test_rounding_that_the_engine_survives_asks_for_no_change() -> None:
+    """Measured on an H200: a bfloat16 engine beside float32 weights sees 4.7 % of a step of 1e-6, at KL k3 0.0016."""
+    (finding,) = diagnose(log(rollout__sync_visible_fraction=0.0466, mismatch__kl_k3=0.0016)).findings
+    assert finding.instead.startswith("Nothing yet")
 
 
 def test_a_negative_kl_within_its_interval_is_chance() -> None:
@@ -275,3 +281,4 @@ def test_a_metric_of_one_step_is_not_called_a_mean_of_all() -> None:
     log = MetricsLog(tuple({"step": float(step), **({key: 0.2} if step == 2 else {})} for step in range(1, 4)))
     (finding,) = diagnose(log).findings
     assert "0.2000 (one step; limit" in finding.symptom
+    assert finding.severity == "warning"  # nothing says that the engine agrees with the trainer all the same
