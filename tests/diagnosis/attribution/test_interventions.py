@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,7 @@ SETTINGS = {
     ),
     "nf4 weights": (lambda m: precision.changed_weights(m, precision.round_nf4), "precision"),
     "fp8 activations": (lambda m: precision.rounded_inputs(m, precision.scaled_fp8), "precision"),
+    "attention in TF32": (attention.tf32_attention, "precision"),
 }  # fmt: skip
 
 
@@ -221,6 +223,21 @@ def test_rarer_settings_and_roundings_are_named(model: Any, detail: str) -> None
     found = answer(model, engine)
     assert found.cause == cause and found.confidence >= 0.9, (found.cause, found.detail, found.reasons)
     assert found.detail.startswith(detail), found.detail
+
+
+def test_a_kernel_that_cuts_its_shares_elsewhere_is_still_tf32(model: Any) -> None:
+    """Flash attention multiplies by exp(score - largest score) and divides at the end."""
+    cut = partial(precision.cut_significant, bits=11)
+
+    def cut_before_the_sum(shares: torch.Tensor) -> torch.Tensor:
+        largest = shares.amax(-1, keepdim=True)
+        return cut(shares / largest) * largest
+
+    with attention.shown_attention(model, inputs=cut, shares=cut_before_the_sum):
+        engine = scored(model).logps
+    found = answer(model, engine)
+    assert (found.cause, found.detail) == ("precision", "attention in TF32"), found.reasons
+    assert found.confidence >= 0.7
 
 
 def test_attention_in_plain_steps_is_the_models_own(model: Any) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, cut_significant
 
 SHOWN = ("sdpa", "eager")
 """Implementations that give the same numbers as this one."""
@@ -28,19 +31,23 @@ def _implementation(model: Any) -> str:
 
 @contextmanager
 def shown_attention(
-    model: Any, scores: Callable[[Tensor], Tensor] | None = None, inputs: Callable[[Tensor], Tensor] | None = None
+    model: Any,
+    scores: Callable[[Tensor], Tensor] | None = None,
+    inputs: Callable[[Tensor], Tensor] | None = None,
+    shares: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[None]:
-    """Attention in plain steps, with changed ``scores`` or changed ``inputs``.
+    """Attention in plain steps, with changed ``scores``, ``inputs`` or ``shares``.
 
     Args:
         model: a causal LM of transformers.
         scores: changes (B, heads, queries, keys) scores, scaled.
         inputs: changes (B, heads, length, size) queries, keys and values.
+        shares: changes (B, heads, queries, keys) shares after the softmax, by which the values are weighted.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     same = lambda values: values  # noqa: E731
-    change, prepare = scores or same, inputs or same
+    change, prepare, weigh = scores or same, inputs or same, shares or same
 
     def attend(
         _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
@@ -50,7 +57,7 @@ def shown_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         found = change(query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5))
-        return (_masked(found, mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+        return (weigh(_masked(found, mask).softmax(-1)) @ value).transpose(1, 2).contiguous(), None
 
     name = _implementation(model)
     before = TABLE.get(name) if name in TABLE else None
@@ -83,6 +90,16 @@ def attention_cap(model: Any, cap: float) -> Any:
 def rounded_attention(model: Any, rounding: Callable[[Tensor], Tensor]) -> Any:
     """Queries, keys, values and scores in less precision."""
     return shown_attention(model, scores=rounding, inputs=rounding)
+
+
+def tf32_attention(model: Any) -> Any:
+    """Both products of attention as tensor cores make them from float32: what has no place in TF32 is cut off.
+
+    Sums stay float32. vLLM's Triton kernel does so for a float32 model. Cutting makes every product a little smaller;
+    on an H200 KL k3 was 4.3e-6 where this gives 5.9e-6 (SmolLM2-135M, docs/gpu_results.md).
+    """
+    cut = partial(cut_significant, bits=SIGNIFICANT_BITS["tf32"])
+    return shown_attention(model, inputs=cut, shares=cut)
 
 
 @contextmanager

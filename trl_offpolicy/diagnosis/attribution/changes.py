@@ -22,6 +22,7 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     interleaved_rope,
     replaceable,
     rounded_attention,
+    tf32_attention,
 )
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
@@ -222,9 +223,10 @@ def adapter_changes(model: Any) -> dict[str, Inside]:
 
 
 def cache_changes(model: Any) -> dict[str, Inside]:
-    """Storage formats of the KV cache, and attention in 16 bits."""
+    """Storage formats of the KV cache, and attention in TF32 and in 16 bits."""
     found: dict[str, Inside] = {f"precision:{kind} KV cache": partial(rounded_cache, kind) for kind in _STORED}
     if replaceable(model):
+        found["precision:attention in TF32"] = partial(tf32_attention, model)
         found["precision:attention in bf16"] = partial(
             rounded_attention, model, partial(round_significant, bits=SIGNIFICANT_BITS["bf16"])
         )

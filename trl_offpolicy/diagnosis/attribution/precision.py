@@ -184,3 +184,14 @@ def round_significant(values: Tensor, bits: int) -> Tensor:
         return values
     raw = values.float().contiguous().view(torch.int32)
     return ((raw + (1 << (cut - 1))) & ~((1 << cut) - 1)).view(torch.float32).to(values.dtype)
+
+
+def cut_significant(values: Tensor, bits: int) -> Tensor:
+    """Leave ``bits`` significant binary digits of float32 and cut off the others, towards zero.
+
+    Example:
+        >>> cut_significant(torch.tensor([1.0, 1.1, -3.3]), 3)
+        tensor([ 1.,  1., -3.])
+    """
+    raw = values.float().contiguous().view(torch.int32)
+    return (raw & ~((1 << (24 - bits)) - 1)).view(torch.float32).to(values.dtype)
