@@ -54,7 +54,8 @@ def symptom_lines(step: Step) -> list[str]:
 
 def first_fix(step: Step) -> list[str]:
     """The first sentence of the fix, wrapped."""
-    return textwrap.wrap(CAUSES[step.cause].fix.split(". ")[0].split("; ")[0].rstrip(".") + ".", WRAP)
+    fix = step.instead.split(":")[0] or CAUSES[step.cause].fix
+    return textwrap.wrap(fix.split(". ")[0].split("; ")[0].rstrip(".") + ".", WRAP)
 
 
 def draw_step(axes: Axes, step: Step, top: float) -> float:
@@ -77,11 +78,7 @@ def draw_step(axes: Axes, step: Step, top: float) -> float:
 
 def total_lines() -> float:
     """Height of the tree in lines, the heading included."""
-    return 1.5 + sum(
-        max(len(symptom_lines(step)), len(textwrap.wrap(CAUSES[step.cause].fix.split(". ")[0].split("; ")[0], WRAP)), 2)
-        + 0.5
-        for step in TREE
-    )
+    return 1.5 + sum(max(len(symptom_lines(step)), len(first_fix(step)), 2) + 0.5 for step in TREE)
 
 
 @picture("The decision tree: symptom, cause, fix", height=LINE * 0.62 * total_lines())

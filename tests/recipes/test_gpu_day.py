@@ -108,7 +108,7 @@ def test_what_a_person_wrote_above_the_mark_stays(tmp_path: Path) -> None:
     above, below = target.read_text().split(MARK)
     target.write_text(f"{above}Read this first.\n{MARK}\n\nof yesterday")
     again = written(tmp_path, target)
-    assert again.startswith(f"{above}Read this first.\n{MARK}") and again.endswith(below)
+    assert again == f"{above}Read this first.\n{MARK}{below}"
 
 
 def test_the_page_tells_what_passed_what_failed_and_what_was_not_run(tmp_path: Path) -> None:

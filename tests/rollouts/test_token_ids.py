@@ -186,6 +186,16 @@ def test_of_long_rows_fewer_are_looked_at(monkeypatch):
         assert group.moments.sums.tolist() == [looked_at, 0.0]
 
 
+def test_other_rows_are_looked_at_in_the_next_batch(monkeypatch):
+    monkeypatch.setattr(token_ids, "TOKENS", 4)
+    check = TokenIdCheck(trainer([]), "warn")
+    seen = []
+    for _ in range(4):  # two of four rows at a time, one of which is not the engine's
+        check.trainer.vllm_generation.calls.extend(Call([1], [2, 2]) for _ in range(4))
+        seen.append(values(check(batch([[2, 2], [2, 1], [2, 2], [2, 2]])))["retokenised_fraction"])
+    assert seen == [0.0, 0.5, 0.0, 0.5]
+
+
 def test_tool_tokens_are_not_compared_but_their_context_is():
     calls = [Call([1], [2]), Call([1, 2, 0], [1])]
     found = TokenIdCheck(trainer(list(calls)), "raise")(batch([[2, 0, 1]], tools=[[1, 0, 1]]))

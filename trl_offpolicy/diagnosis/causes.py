@@ -245,7 +245,8 @@ CAUSES: dict[str, Cause] = {
         "precision",
         "A",
         "The engine computes or stores weights in another precision (bf16, fp16, fp8, int8, int4).",
-        "The mismatch goes away with engine and trainer in the same dtype.",
+        "The mismatch goes away with engine and trainer in the same dtype. Kernels of a GPU may still multiply float32 "
+        "as TF32 (KL of some 1e-6).",
         "Use the same dtype on both sides, fp16 rather than bf16 (Qi et al. 2025). If the engine must be quantised, "
         "correct with truncated token weights.",
         _FLOAT16 + "offpolicy: paper/tis\n",

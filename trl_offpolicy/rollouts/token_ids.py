@@ -26,7 +26,7 @@ CheckTokenIds = Literal["warn", "raise", "off"]
 ROWS = 8
 """Number of rows of a generation batch that each rank checks, at most."""
 TOKENS = 8192
-"""Number of tokens that it checks, if one row is not longer: decoding and encoding them again takes some 0.1 s."""
+"""Number of tokens, padding included, that it checks, if one row is not longer: reading them again takes some 0.1 s."""
 SAMPLED_IDS = "sampled_ids"
 """Key of a ``rollout_func``'s result: per row the ids that the engine returned, turn by turn, without tool output."""
 
@@ -149,6 +149,7 @@ class TokenIds:
             raise ValueError(f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {mode!r}.")
         self.tokenizer, self.mode = tokenizer, mode
         self._warned = False
+        self._batches = 0
 
     def __call__(self, output: dict[str, Any], calls: Sequence[Call], sampled: Sequence[Ids] | None = None) -> Stats:
         """``rollout/retokenised_fraction`` if the engine's ids are known, and ``rollout/noncanonical_fraction``.
@@ -163,7 +164,8 @@ class TokenIds:
         """
         if self.mode == "off" or "pixel_values" in output:  # an engine puts image tokens into the prompt
             return Stats({})
-        rows = _host_rows(output)
+        rows = _host_rows(output, self._batches)
+        self._batches += 1
         canonical = [is_canonical(completion, mask, self._again) for _, _, completion, mask in rows]
         groups = {"rollout#canonical": _share(canonical, "noncanonical_fraction", output)}
         if calls or sampled is not None:
@@ -267,11 +269,15 @@ def _of_prompt(calls: Sequence[Call], prompt: Ids) -> list[Call]:
     return mine or list(calls)
 
 
-def _host_rows(output: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[bool]]]:
-    """(row, prompt, completion, trainable) of up to :data:`ROWS` rows, evenly spread, without padding."""
+def _host_rows(output: dict[str, Any], batches: int) -> list[tuple[int, list[int], list[int], list[bool]]]:
+    """(row, prompt, completion, trainable) of up to :data:`ROWS` rows, evenly spread, without padding.
+
+    The first one moves by a row with each of the ``batches`` before.
+    """
     total, length = output["completion_ids"].shape
     wanted = min(ROWS, max(1, TOKENS // max(1, length)))
-    chosen = torch.arange(0, total, max(1, -(-total // wanted)), device=output["completion_ids"].device)
+    apart = max(1, -(-total // wanted))
+    chosen = torch.arange(batches % apart, total, apart, device=output["completion_ids"].device)
 
     def host(name: str) -> list[list[int]]:
         rows: list[list[int]] = output[name][chosen].tolist()

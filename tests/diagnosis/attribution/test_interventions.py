@@ -240,6 +240,12 @@ def test_a_kernel_that_cuts_its_shares_elsewhere_is_still_tf32(model: Any) -> No
     assert found.confidence >= 0.7
 
 
+def test_a_model_in_16_bits_has_nothing_for_tf32_to_cut() -> None:
+    small = tiny_model()
+    assert "precision:attention in TF32" in changes.cache_changes(small)
+    assert "precision:attention in TF32" not in changes.cache_changes(small.to(torch.bfloat16))
+
+
 def test_attention_in_plain_steps_is_the_models_own(model: Any) -> None:
     plain = scored(model).logps
     with attention.shown_attention(model):

@@ -175,6 +175,20 @@ def test_a_sync_that_rounds_most_of_a_step_away() -> None:
         assert ("sync_rounding", severity) in found, kl
 
 
+@pytest.mark.parametrize(
+    "apart",
+    [
+        {"mismatch__prob_pearson": 0.94},
+        {"mismatch__log_ppl_diff": 0.2},
+        {"mismatch__kl_k3_ci95": 0.1, "total__kl_k3_ci95": 0.1},
+    ],
+    ids=["correlation", "perplexity", "a wide interval"],
+)
+def test_rounding_is_a_warning_where_engine_and_trainer_are_or_may_be_apart(apart: dict[str, float]) -> None:
+    found = causes(log(rollout__sync_visible_fraction=0.05, mismatch__kl_k3=0.001, **apart))
+    assert ("sync_rounding", "warning") in found and ("sync_rounding", "notice") not in found
+
+
 def test_rounding_that_the_engine_survives_asks_for_no_change() -> None:
     """Measured on an H200: a bfloat16 engine beside float32 weights sees 4.7 % of a step of 1e-6, at KL k3 0.0016."""
     (finding,) = diagnose(log(rollout__sync_visible_fraction=0.0466, mismatch__kl_k3=0.0016)).findings

@@ -95,8 +95,8 @@ def rounded_attention(model: Any, rounding: Callable[[Tensor], Tensor]) -> Any:
 def tf32_attention(model: Any) -> Any:
     """Both products of attention as tensor cores make them from float32: what has no place in TF32 is cut off.
 
-    Sums stay float32. vLLM's Triton kernel does so for a float32 model. Cutting makes every product a little smaller;
-    on an H200 KL k3 was 4.3e-6 where this gives 5.9e-6 (SmolLM2-135M, docs/gpu_results.md).
+    Sums stay float32. vLLM's Triton kernel for a float32 model most likely does so: on an H200 KL k3 was 4.3e-6, and
+    this gives 5.9e-6 where rounding to TF32 gives 0.9e-6 (SmolLM2-135M, docs/gpu_results.md).
     """
     cut = partial(cut_significant, bits=SIGNIFICANT_BITS["tf32"])
     return shown_attention(model, inputs=cut, shares=cut)

@@ -223,10 +223,11 @@ def adapter_changes(model: Any) -> dict[str, Inside]:
 
 
 def cache_changes(model: Any) -> dict[str, Inside]:
-    """Storage formats of the KV cache, and attention in TF32 and in 16 bits."""
+    """Storage formats of the KV cache, and attention in 16 bits and, of a float32 model, in TF32."""
     found: dict[str, Inside] = {f"precision:{kind} KV cache": partial(rounded_cache, kind) for kind in _STORED}
     if replaceable(model):
-        found["precision:attention in TF32"] = partial(tf32_attention, model)
+        if model.dtype == torch.float32:  # 16 bits have nothing that TF32 cuts off
+            found["precision:attention in TF32"] = partial(tf32_attention, model)
         found["precision:attention in bf16"] = partial(
             rounded_attention, model, partial(round_significant, bits=SIGNIFICANT_BITS["bf16"])
         )

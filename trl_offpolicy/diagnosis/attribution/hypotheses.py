@@ -373,7 +373,7 @@ def usual_routers(model: Any) -> dict[str, Inside]:
 
 
 def usual_precisions(model: Any) -> dict[str, Inside]:
-    """Contexts for the precisions that engines run in: 16 bits, rounded weights, KV cache and output head."""
+    """Contexts for the precisions that engines run in: 16 bits, rounded weights, KV cache, attention, output head."""
     simulated: dict[str, Inside] = {
         f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
     }

@@ -363,25 +363,34 @@ _LOSS_STEPS = (
     ),
 )
 
-_AGREES = Symptom(_KL, "<", "kl_healthy", "KL k3 of engine and trainer")
 _ROUNDED_AWAY = Symptom(
     "rollout/sync_visible_fraction",
     "<",
     "sync_visible_low",
     "share of the changed weights that the engine's rounding lets through",
 )
-
+_AGREE = (
+    Symptom(_KL, "<", "kl_healthy", "KL k3 of engine and trainer"),
+    Symptom("total/kl_k3", "<", "kl_healthy", "KL k3 of current/sampling"),
+    _AT_FLOOR,
+)
+_APART = (*_ENGINE, *_ENGINE_FAR, _GROWS)
 SYNC_ROUNDING = (
-    Step("sync_rounding", "warning", (_ROUNDED_AWAY,), unless=(_AGREES,)),
+    Step("sync_rounding", "warning", (_ROUNDED_AWAY,), unless=_AGREE),
+    Step("sync_rounding", "warning", _APART, all_of=(_ROUNDED_AWAY,)),
     # Steps of 1e-6 are below the last digit of nearly every bfloat16 weight, in any run with a 16-bit engine. What the
     # engine misses is part of its distance from the trainer; while that is small, there is nothing to repair.
-    Step(
-        "sync_rounding",
-        "notice",
-        (_ROUNDED_AWAY,),
-        all_of=(_AGREES,),
-        instead="Nothing yet: every engine of 16 bits or fewer rounds small steps away until they add up, and this one "
-        "agrees with the trainer. Watch KL k3; if it grows, give the engine more bits.",
+    *(
+        Step(
+            "sync_rounding",
+            "notice",
+            (_ROUNDED_AWAY,),
+            all_of=(agrees,),
+            unless=_APART,
+            instead="Nothing yet: every engine of 16 bits or fewer rounds small steps away until they add up, and this "
+            "one agrees with the trainer. Watch KL k3; if it grows, give the engine more bits.",
+        )
+        for agrees in _AGREE
     ),
 )
 """An engine that never sees most of a step: the trainer moves weights by less than the engine's precision resolves."""
