@@ -82,8 +82,7 @@ def residual_rounded(model: Any) -> Any:
     return contexts.hooked(list(model.model.layers), contexts.bf16)
 
 
-@contextmanager
-def partial_sums(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def partial_sums(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Two ranks compute half of each output projection; their parts and the sum go through ``change``."""
 
     def hook(module: nn.Module, inputs: Any, _output: Tensor) -> Tensor:
@@ -95,12 +94,7 @@ def partial_sums(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[Non
         return change(change(parts[0]) + change(parts[1]))
 
     ends = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj")) and hasattr(m, "weight")]
-    hooks = [module.register_forward_hook(hook) for module in ends]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
+    return contexts.registered(ends, hook)
 
 
 def branches_scaled(model: Any, factor: float) -> Any:

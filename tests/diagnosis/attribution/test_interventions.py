@@ -227,7 +227,7 @@ def test_rarer_settings_and_roundings_are_named(model: Any, detail: str) -> None
 
 def test_a_kernel_that_cuts_its_shares_elsewhere_is_still_tf32(model: Any) -> None:
     """Flash attention multiplies by exp(score - largest score) and divides at the end."""
-    cut = partial(precision.cut_significant, bits=11)
+    cut = partial(precision.round_significant, bits=11, to_zero=True)
 
     def cut_before_the_sum(shares: torch.Tensor) -> torch.Tensor:
         largest = shares.amax(-1, keepdim=True)

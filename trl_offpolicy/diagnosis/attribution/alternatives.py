@@ -86,7 +86,8 @@ LOOK_ALIKES: Mapping[str, LookAlikes] = {
     ),
     "precision": LookAlikes(
         ("other_weights", "model_config", "prompt_difference"),
-        "Run both sides in float32 once. What is left beyond a KL of 1e-5 (TF32 in kernels of a GPU) is not precision.",
+        "Run both sides in float32 once. What is left is not precision, or as small as what TF32 in kernels of a GPU "
+        "leaves.",
     ),
     "policy_staleness": LookAlikes(
         ("stale_weights", "model_config", "prompt_difference"),

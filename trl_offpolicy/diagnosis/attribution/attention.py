@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, cut_significant
+from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, round_significant
 
 SHOWN = ("sdpa", "eager")
 """Implementations that give the same numbers as this one."""
@@ -98,7 +98,7 @@ def tf32_attention(model: Any) -> Any:
     Sums stay float32. vLLM's Triton kernel for a float32 model most likely does so: on an H200 KL k3 was 4.3e-6, and
     this gives 5.9e-6 where rounding to TF32 gives 0.9e-6 (SmolLM2-135M, docs/gpu_results.md).
     """
-    cut = partial(cut_significant, bits=SIGNIFICANT_BITS["tf32"])
+    cut = partial(round_significant, bits=SIGNIFICANT_BITS["tf32"], to_zero=True)
     return shown_attention(model, inputs=cut, shares=cut)
 
 

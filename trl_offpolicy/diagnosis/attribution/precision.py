@@ -172,26 +172,18 @@ def _rounded(output: Any, bits: int) -> Any:
     return round_significant(output, bits) if isinstance(output, Tensor) else output
 
 
-def round_significant(values: Tensor, bits: int) -> Tensor:
-    """Round float32 to ``bits`` significant binary digits, half away from zero.
+def round_significant(values: Tensor, bits: int, *, to_zero: bool = False) -> Tensor:
+    """Round float32 to ``bits`` significant binary digits, half away from zero; ``to_zero`` cuts off the others.
 
     Example:
         >>> round_significant(torch.tensor([1.0, 1.1, -3.3]), 3)
         tensor([ 1.0000,  1.0000, -3.5000])
+        >>> round_significant(torch.tensor([1.0, 1.1, -3.3]), 3, to_zero=True)
+        tensor([ 1.,  1., -3.])
     """
     cut = 24 - bits
     if cut <= 0:
         return values
     raw = values.float().contiguous().view(torch.int32)
-    return ((raw + (1 << (cut - 1))) & ~((1 << cut) - 1)).view(torch.float32).to(values.dtype)
-
-
-def cut_significant(values: Tensor, bits: int) -> Tensor:
-    """Leave ``bits`` significant binary digits of float32 and cut off the others, towards zero.
-
-    Example:
-        >>> cut_significant(torch.tensor([1.0, 1.1, -3.3]), 3)
-        tensor([ 1.,  1., -3.])
-    """
-    raw = values.float().contiguous().view(torch.int32)
-    return (raw & ~((1 << (24 - bits)) - 1)).view(torch.float32).to(values.dtype)
+    half = 0 if to_zero else 1 << (cut - 1)
+    return ((raw + half) & ~((1 << cut) - 1)).view(torch.float32).to(values.dtype)

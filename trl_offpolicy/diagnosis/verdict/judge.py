@@ -197,8 +197,9 @@ def _finding(log: MetricsLog, steps: list[Step], readings: Readings, limits: Thr
     symptoms = tuple(dict.fromkeys(one for step in worst for one in step.taken(readings, limits)))
     evidence = {one.metric: readings[one.metric] for one in symptoms}
     text = "; ".join(_sentence(one, readings, limits, _steps_with(log, window, one)) for one in symptoms)
-    instead = worst[0].instead if len(worst) == 1 else ""
-    return Finding(worst[0].cause, severity, text, evidence, _since(log, symptoms[0], limits), instead)
+    instead = {step.instead for step in worst}  # branches of different words leave the cause's fix
+    words = worst[0].instead if len(instead) == 1 else ""
+    return Finding(worst[0].cause, severity, text, evidence, _since(log, symptoms[0], limits), words)
 
 
 def _steps_with(log: MetricsLog, window: int, symptom: Symptom) -> int:
