@@ -210,6 +210,17 @@ SETTINGS = {
     "nf4 weights": (lambda m: precision.changed_weights(m, precision.round_nf4), "precision"),
     "fp8 activations": (lambda m: precision.rounded_inputs(m, precision.scaled_fp8), "precision"),
     "attention in TF32": (attention.tf32_attention, "precision"),
+    "norms in bf16": (lambda m: precision.part_roundings(m)["precision:norms in bf16"](), "precision"),
+    "residual stream in bf16": (
+        lambda m: precision.part_roundings(m)["precision:residual stream in bf16"](), "precision"
+    ),
+    "RoPE cosines and sines in bf16": (
+        lambda m: precision.part_roundings(m)["precision:RoPE cosines and sines in bf16"](), "precision"
+    ),
+    "matrix products in bf16 (autocast)": (lambda m: precision.rounded_products(m, "bf16"), "precision"),
+    "mxfp4 weights": (lambda m: precision.weight_roundings(m)["precision:mxfp4 weights"](), "precision"),
+    "nvfp4 weights": (lambda m: precision.weight_roundings(m)["precision:nvfp4 weights"](), "precision"),
+    "weights of the norms +1 (Gemma's norms)": (lambda m: changes.norm_offset(m, 1.0), "model_config"),
 }  # fmt: skip
 
 
@@ -250,6 +261,22 @@ def test_attention_in_plain_steps_is_the_models_own(model: Any) -> None:
     plain = scored(model).logps
     with attention.shown_attention(model):
         np.testing.assert_allclose(scored(model).logps, plain, atol=1e-4)
+
+
+def test_four_bit_floats_have_their_levels() -> None:
+    weight = torch.tensor([[6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0] * 4])
+    torch.testing.assert_close(precision.round_fp4(weight, block=32, powers=True), weight)  # scale 1 represents all
+    torch.testing.assert_close(precision.round_fp4(weight, block=16, powers=False), weight, rtol=0.1, atol=1e-3)
+    # MXFP4 cuts off what is beyond 6 times its power of two: 7 is in [4, 8), so that the scale is 1
+    assert precision.round_fp4(torch.full((1, 32), 7.0), block=32, powers=True).max() == 6.0
+
+
+def test_blocks_of_fp8_have_a_scale_each() -> None:
+    weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] *= 1e-6  # below the smallest number of one scale for all
+    near = precision.round_fp8_blocks(weight)
+    assert near.shape == weight.shape and float(((near - weight).abs() / weight.abs()).max()) < 0.1
+    assert float(precision.scaled_fp8(weight, whole=True)[:128, :128].abs().max()) == 0.0
 
 
 def test_nf4_keeps_the_largest_of_each_block() -> None:

@@ -16,7 +16,7 @@ from trl_offpolicy.diagnosis.attribution.alternatives import against, alternativ
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
-from trl_offpolicy.diagnosis.attribution.parts import PART
+from trl_offpolicy.diagnosis.attribution.parts import PART, WAY
 from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
     DIFFUSE,
@@ -218,6 +218,8 @@ FITTED = ("temperature",)
 sampling has other forms than those that are tested."""
 IN_PART = 0.8
 """The same for weights that are like a part of those at hand."""
+EXACT_WAY = 0.01
+"""Share that weights on the way to others may leave between two sides in float32, to be named after the others."""
 RIVAL, EXACTLY, AMBIGUOUS = 1.5, 1e-4, 0.6
 """Times the share left that a rival may leave, the share at which both fit exactly, and the factor that this costs."""
 UNDECIDED = 0.5
@@ -301,6 +303,8 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
         if name == REFERENCE:
             continue
         _, cause, detail = name.split(":", 2)
+        if WAY in detail and evidence.both_exact and left_share(evidence, name) > EXACT_WAY:
+            cause = OTHER_WEIGHTS  # near, but not these weights
         key = cause if " + " not in detail else f"{cause} + {detail.rpartition(' + ')[2].split(':')[0]}"
         _keep(best, key, left_share(evidence, name), detail)
         # One of the many parts of the weights is like any mismatch up to a factor: only whole ones are judged in part.
@@ -391,7 +395,8 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
         confidence = _of_trace(trace)
         if trace.cause in DIFFUSE and trace.cause in ruled_out:
             confidence *= DECLARED_EQUAL
-        detail = _temperature(features) if trace.cause == "temperature" else ""
+        sharpness = trace.cause == "temperature" and features.forced < Limits.forced  # and not greedy requests
+        detail = _temperature(features) if sharpness else ""
         answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail)
         answers.append(_held_against(evidence, features, answer))
     # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.

@@ -112,7 +112,7 @@ def _limits(books: Books, so: Callable[[str, Floats], Intervention]) -> Iterator
     if not values.size:
         return
     lowest = float(values.min())
-    if np.mean(values <= lowest + 1e-9) > 2 / values.size:  # more than one token at the bound
+    if lowest < 0 and np.mean(values <= lowest + 1e-9) > 2 / values.size:  # more than one token at the bound
         yield so(f"log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
     for digits in DECIMALS:
         if np.allclose(values, np.round(values, digits), atol=1e-6 * max(1.0, -lowest), rtol=0):

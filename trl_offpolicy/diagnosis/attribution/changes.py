@@ -7,7 +7,7 @@ RoPE, an untied head) offers no context.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,12 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     rounded_attention,
     tf32_attention,
 )
+from trl_offpolicy.diagnosis.attribution.parts import type_of
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     Inside,
     round_significant,
+    rounded_outputs,
     scaled_fp8,
     scaled_int8,
 )
@@ -181,9 +183,9 @@ def _head_weight(model: Any, weight: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def adapter_scale(model: Any, factor: float) -> Iterator[None]:
-    """LoRA with ``factor`` times its scaling alpha / r; 0 is the model without its adapter."""
-    layers = _lora_layers(model)
+def adapter_scale(model: Any, factor: float, only: str | None = None) -> Iterator[None]:
+    """LoRA with ``factor`` times its scaling alpha / r, in one kind of layer or in all; 0 is no adapter."""
+    layers = [layer for kind, layer in _lora_layers(model) if only in (None, kind)]
     before = [dict(layer.scaling) for layer in layers]
     try:
         for layer in layers:
@@ -194,8 +196,21 @@ def adapter_scale(model: Any, factor: float) -> Iterator[None]:
             layer.scaling = scaling
 
 
-def _lora_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "lora_B") and isinstance(module.scaling, dict)]
+def _lora_layers(model: Any) -> list[tuple[str, Any]]:
+    """The layers that an adapter changes, each with its kind."""
+    return [
+        (type_of(name), module)
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_B") and isinstance(module.scaling, dict)
+    ]
+
+
+def adapter_parts(model: Any) -> dict[str, Inside]:
+    """The adapter off in one kind of layer each, where it changes several kinds."""
+    kinds = list(dict.fromkeys(kind for kind, _ in _lora_layers(model)))
+    if len(kinds) < 2:
+        return {}
+    return {f"wrong_adapter:no adapter in {kind}": partial(adapter_scale, model, 0.0, kind) for kind in kinds}
 
 
 @contextmanager
@@ -292,6 +307,35 @@ def _activated(model: Any) -> list[Any]:
     return [module for module in model.modules() if callable(getattr(module, "act_fn", None))]
 
 
+@contextmanager
+def norm_offset(model: Any, offset: float) -> Iterator[None]:
+    """Weights of the norms plus ``offset``: Gemma's norms multiply by 1 + weight, those of others by weight."""
+    weights = [module.weight for module, _ in _norms(model) if isinstance(getattr(module, "weight", None), Tensor)]
+    before = [weight.data for weight in weights]
+    try:
+        for weight in weights:
+            weight.data = weight.data + offset
+        yield
+    finally:
+        for weight, own in zip(weights, before, strict=True):
+            weight.data = own
+
+
+@contextmanager
+def without_output(modules: Sequence[Any]) -> Iterator[None]:
+    """Modules whose output is 0: what they add is missing."""
+    hooks = [module.register_forward_hook(lambda _m, _i, output: torch.zeros_like(output)) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shared_experts(model: Any) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith((".shared_expert", ".shared_experts"))]
+
+
 def part_changes(model: Any) -> dict[str, Inside]:
     """Parts that another implementation may leave out or take for another: norms, biases, the activation function."""
     found: dict[str, Inside] = {}
@@ -299,6 +343,11 @@ def part_changes(model: Any) -> dict[str, Inside]:
         found["model_config:no norms of queries and keys"] = partial(without_norms, model)
     if _biased(model):
         found["model_config:no biases of linear layers"] = partial(without_biases, model)
+    if _norms(model):
+        for offset in (1.0, -1.0):
+            found[f"model_config:weights of the norms {offset:+g} (Gemma's norms)"] = partial(
+                norm_offset, model, offset
+            )
     if _activated(model):
         for name in ("gelu", "gelu_pytorch_tanh", "silu", "relu", "quick_gelu"):
             found[f"model_config:activation {name}"] = partial(activation, model, name)
@@ -313,7 +362,39 @@ def expert_changes(model: Any) -> dict[str, Inside]:
         found[f"model_config:{count - 1} experts per token for {count}"] = partial(experts_per_token, model, -1)
     if count:
         found[f"model_config:{count + 1} experts per token for {count}"] = partial(experts_per_token, model, 1)
+    if shared := _shared_experts(model):
+        found["model_config:no shared expert"] = partial(without_output, shared)
+    for normed in {bool(module.norm_topk_prob) for module in _normalising(model)}:
+        words = "add up to 1" if not normed else "do not add up to 1"
+        found[f"model_config:weights of the experts {words} (norm_topk_prob)"] = partial(normalised, model, not normed)
     return found
+
+
+@contextmanager
+def normalised(model: Any, on: bool) -> Iterator[None]:
+    """Weights of the chosen experts that add up to 1, or those of the softmax over all."""
+    with ExitStack() as stack:
+        for module in _normalising(model):
+            stack.enter_context(_replaced(module, "norm_topk_prob", on))
+        yield
+
+
+def _normalising(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(vars(module).get("norm_topk_prob"), bool)]
+
+
+def _scaled_experts(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(vars(module).get("routed_scaling_factor"), float)]
+
+
+@contextmanager
+def expert_scale(model: Any, factor: float) -> Iterator[None]:
+    """What the routed experts add, times ``factor``."""
+    with ExitStack() as stack:
+        for module in _scaled_experts(model):
+            own = module.routed_scaling_factor
+            stack.enter_context(_replaced(module, "routed_scaling_factor", own * factor))
+        yield
 
 
 @dataclass(frozen=True)
@@ -362,6 +443,12 @@ def settings(model: Any) -> dict[str, Setting]:
             partial(attention_cap, model), (1.0, 5.0, 20.0, 50.0),
             lambda cap: f"attention scores soft-capped at {cap:.3g}", neutral=None,
         )  # fmt: skip
+    if scaled := _scaled_experts(model):
+        own = scaled[0].routed_scaling_factor
+        found["expert scale"] = Setting(
+            partial(expert_scale, model), (1 / own, 0.5, 2.0) if own not in (0.0, 1.0) else (0.5, 2.0, 2.5),
+            lambda factor: f"routed experts times {own * factor:.3g} for {own:.3g} (routed_scaling_factor)",
+        )  # fmt: skip
     root = float(model.get_input_embeddings().weight.shape[1]) ** 0.5  # Gemma multiplies by this
     found["embedding scale"] = Setting(
         partial(embedding_scale, model),
@@ -394,12 +481,14 @@ def rope_type(model: Any, kind: str, factor: float) -> Iterator[None]:
 
 
 @contextmanager
-def rope_rounded(model: Any) -> Iterator[None]:
-    """Frequencies of RoPE in bf16, as a model that was cast as a whole holds them."""
+def rope_rounded(model: Any, *, tables: bool = False) -> Iterator[None]:
+    """Frequencies of RoPE in bf16, as a model that was cast as a whole holds them; ``tables``: their values, too."""
     with ExitStack() as stack:
         for module in _rope_modules(model):
             frequencies = module.inv_freq.to(torch.bfloat16).to(module.inv_freq.dtype)
             stack.enter_context(_replaced(module, "inv_freq", frequencies))
+        if tables:
+            stack.enter_context(rounded_outputs(_rope_modules(model), SIGNIFICANT_BITS["bf16"]))
         yield
 
 
@@ -408,6 +497,7 @@ def position_changes(model: Any) -> dict[str, Inside]:
     found: dict[str, Inside] = {}
     if _rope_modules(model):
         found["precision:RoPE frequencies in bf16"] = partial(rope_rounded, model)
+        found["precision:RoPE frequencies, cosines and sines in bf16"] = partial(rope_rounded, model, tables=True)
         for kind, factor in (("llama3", 8.0), ("llama3", 32.0), ("yarn", 2.0), ("yarn", 4.0)):
             if _has_rope_types(model):
                 found[f"model_config:RoPE of type {kind}, factor {factor:g}"] = partial(rope_type, model, kind, factor)

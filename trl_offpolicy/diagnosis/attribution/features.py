@@ -7,6 +7,7 @@ token by about 1 - p times that noise. So z of rounding errors has about the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ class Features:
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         forced_alone: share of these tokens without another one beside them.
         forced_last: share of these tokens in runs up to the end of their row.
+        forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
+            entropies.
         all_zero: every a is exactly 0.
         scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
             median is noise.
@@ -130,6 +133,7 @@ class Features:
     has_experts: bool = False
     forced_alone: float = 0.0
     forced_last: float = 0.0
+    forced_z: float = float("nan")
     all_zero: bool = False
     scatter: float = float("inf")
     top_z: float = float("nan")
@@ -167,9 +171,10 @@ def extract(evidence: TokenEvidence) -> Features:
     rms = float(np.sqrt(np.mean(flat**2))) or 1e-30
     fit, slope, temperature_own = _temperature(evidence, b, d)
     surprise, surprise_z = _surprise(evidence, b)
-    rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d)
+    rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d, evidence.entropies)
     rows = disagreeing_rows(d, noise)
     z = _scaled(b, d)
+    forced = seen & (a == 0.0) & (d < FORCED)
     return Features(
         tokens=int(seen.sum()),
         k3=float(size.mean()),
@@ -186,7 +191,7 @@ def extract(evidence: TokenEvidence) -> Features:
         surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)),
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
         clipped=_clipped(log_mu, flat, noise),
-        forced=float(size[(log_mu == 0.0) & (flat < FORCED)].sum() / max(size.sum(), 1e-60)),
+        forced=float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
         shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
@@ -204,8 +209,9 @@ def extract(evidence: TokenEvidence) -> Features:
         trusted_floor=trusted_floor(evidence),
         both_low=_both_low(evidence),
         has_experts=any(side is not None and side.experts for side in (evidence.engine, evidence.trainer)),
-        forced_alone=_alone(seen & (a == 0.0) & (d < FORCED)),
-        forced_last=_last(seen & (a == 0.0) & (d < FORCED), seen),
+        forced_alone=_alone(forced),
+        forced_last=_last(forced, seen),
+        forced_z=_surprise(evidence, np.where(forced, b, np.nan))[1],
         all_zero=not np.any(log_mu),
         scatter=_scatter(flat, noise),
         top_z=_top_z(log_mu, flat),
@@ -284,12 +290,12 @@ def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
     log-probs has say nothing.
     """
     if evidence.entropies is None or _impossible_entropies(evidence.entropies, b):
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     rows = np.unique(np.nan_to_num(b, nan=1.0).round(3), axis=0, return_index=True)[1]
     excess = (-b - evidence.entropies)[rows]
     values = excess[np.isfinite(excess)]
     if values.size < LEAST_TOKENS or not values.std():
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     mean = float(values.mean())
     return mean, mean * float(np.sqrt(values.size)) / float(values.std())
 
@@ -510,14 +516,16 @@ REWRITTEN: Mapping[str, Callable[[Array], Array]] = {
 """Functions of log-probs (B, T) that were taken for log-probs."""
 
 
-def _rewritten(a: Array, b: Array, d: Array) -> tuple[float, str]:
-    """The best function of b that gives a: share that it leaves, and its name.
+def _rewritten(a: Array, b: Array, d: Array, entropies: Array | None) -> tuple[float, str]:
+    """The best function of b that gives a, or the entropies: share that it leaves, and its name.
 
     Of the distance in place, or of how far the numbers of a are apart, if that is less: beside a large distance any
     function that is near all of a, as a constant is, would leave little.
     """
     whole = max(min(distance(d), spread(a)), 1e-30)
     left = {name: distance(a - change(b)) / whole for name, change in REWRITTEN.items()}
+    if entropies is not None:
+        left["minus the entropies"] = distance(a + entropies) / whole
     best = min(left, key=lambda name: left[name])
     return left[best], best
 

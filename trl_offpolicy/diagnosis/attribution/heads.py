@@ -28,6 +28,11 @@ GENERAL = 0.6
 """Share of the mismatch of rows that were not looked at, up to which biases found on others hold for them."""
 MOST_BIASES, BETTER = 6, 0.8
 """Tokens with a bias at most, and the share of the mismatch that one more must go below."""
+AS_WELL = 1.01
+"""Times the least distance that a round number may leave."""
+GREEDY = "0 (greedy)"
+ALONG, LEAST_OF_PART = 6, 6
+"""Parts of the responses, by position, in which a temperature may differ, and tokens that each part must have."""
 CANDIDATES = 20
 """Tokens tested for a bias, the best of a linear fit over the whole vocabulary."""
 
@@ -104,11 +109,28 @@ def _gap(logps: Any, target: Floats) -> float:
 
 def sampling_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
     """Log-probs (N,) under the best temperature, truncation and both; arguments as for :func:`truncation_tests`."""
-    found = {**_temperature(logits, target), **_raw(logits), **truncation_tests(logits, target, ranks, top_logps)}
+    found = {
+        **_temperature(logits, target), **_raw(logits), **_greedy(logits, ranks),
+        **truncation_tests(logits, target, ranks, top_logps),
+    }  # fmt: skip
     left = min(_gap(logps.numpy(), target) for logps in found.values())
-    if TOGETHER[0] < left / max(_gap(logits.plain.numpy(), target), 1e-30) < TOGETHER[1]:
+    left /= max(_gap(logits.plain.numpy(), target), 1e-30)
+    if TOGETHER[0] < left < TOGETHER[1]:
         found |= both_tests(logits, target, ranks)
+    if TOGETHER[0] < left:
+        found |= _temperatures(logits, target)
     return found
+
+
+def fitted_sampling(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    """Log-probs (N,) under the temperature that fits best, and under the truncation that does, by ``cause:detail``."""
+    every = torch.arange(len(logits.ids))
+    probs = logits.head.logps(logits.values)
+    ranks = (probs > probs[every, logits.ids][:, None]).sum(1).double().numpy()
+    top = probs.max(1).values.double().numpy()
+    cuts = truncation_tests(logits, target, ranks, top)
+    best = min(cuts, key=lambda name: _gap(cuts[name].numpy(), target), default=None)
+    return _temperature(logits, target) | ({} if best is None else {best: cuts[best]})
 
 
 def processor_tests(logits: Logits, target: Floats, *, stop_ids: Iterable[int] = ()) -> dict[str, Tensor]:
@@ -139,11 +161,21 @@ def _fitted(
 
 
 def _temperature(logits: Logits, target: Floats) -> dict[str, Tensor]:
-    at = lambda log_t: logits.under(Head(float(np.exp(log_t)), logits.head.truncation))  # noqa: E731
+    def at(log_t: float) -> Tensor:
+        return logits.under(Head(float(np.exp(log_t)), logits.head.truncation))
+
     now = float(np.log(logits.head.temperature))
     grid = [now + step for step in (-1.6, -0.7, -0.25, -0.05, -0.003, 0.0, 0.003, 0.05, 0.25, 0.7, 1.6)]
-    value, logps = _fitted(at, target, grid, neutral=now)
-    return {f"temperature:{np.exp(value):.6g}": logps}
+    value, _ = _fitted(at, target, grid, neutral=now)
+    chosen = _rounded(lambda t: _gap(at(float(np.log(t))).numpy(), target), float(np.exp(value)))
+    return {f"temperature:{chosen:.6g}": at(float(np.log(chosen)))}
+
+
+def _rounded(loss: Callable[[float], float], value: float) -> float:
+    """The number with the fewest digits that fits as well: settings are round numbers."""
+    enough = AS_WELL * loss(value)
+    rounder = (float(f"{value:.{digits}g}") for digits in (1, 2, 3))
+    return next((one for one in rounder if loss(one) <= enough), value)
 
 
 def _raw(logits: Logits) -> dict[str, Tensor]:
@@ -151,6 +183,31 @@ def _raw(logits: Logits) -> dict[str, Tensor]:
     if logits.head == Head():
         return {}
     return {"temperature:log-probs before temperature and truncation": logits.under(Head())}
+
+
+def _greedy(logits: Logits, ranks: Floats) -> dict[str, Tensor]:
+    """Log-probs of an engine at temperature 0: the most likely token is certain."""
+    return {f"temperature:{GREEDY}": torch.where(torch.from_numpy(ranks) == 0, 0.0, -torch.inf)}
+
+
+def _temperatures(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    """Temperatures that differ between responses, or along them: one for each response, or for each part of them."""
+    rows, places = logits.rows.numpy(), logits.places.numpy()
+    borders = np.quantile(places, np.arange(1, ALONG) / ALONG)
+    parts = {"in each response": rows, "in each part of the responses": np.searchsorted(borders, places)}
+    found: dict[str, Tensor] = {}
+    for words, part in parts.items():
+        counts = np.unique(part, return_counts=True)[1]
+        if len(counts) < 2 or counts.min() < LEAST_OF_PART:
+            continue
+        logps, values = logits.plain.clone(), []
+        for one in np.unique(part):
+            here = torch.from_numpy(part == one)
+            some = replace(logits, values=logits.values[here], ids=logits.ids[here])
+            ((name, logps[here]),) = _temperature(some, target[part == one]).items()
+            values.append(float(name.partition(":")[2]))
+        found[f"temperature:another {words}, {min(values):.3g} to {max(values):.3g}"] = logps
+    return found
 
 
 def _soft_cap(logits: Logits, target: Floats) -> dict[str, Tensor]:
@@ -277,13 +334,14 @@ def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[s
     """Biases on a few tokens, or bans, one after the other while they help."""
     probs = logits.head.logps(logits.values).exp()
     logps, found = logits.plain, {}
-    texts: list[str] = []
+    biases: dict[int, float] = {}
     for _ in range(MOST_BIASES):
         before = _gap(logps.numpy(), target)
         token, value, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
         if _gap(changed.numpy(), target) > BETTER * before:
             break
-        logps, texts = changed, [*texts, _bias_text(token, value, logits.ids, stop_ids)]
+        logps, biases[token] = changed, biases.get(token, 0.0) + value
+        texts = [_bias_text(one, bias, logits.ids, stop_ids) for one, bias in biases.items()]
         found[f"logit_processors:{', '.join(texts)}"] = logps
     return found
 
@@ -347,7 +405,7 @@ def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tenso
     """
     ((alone, _),) = _temperature(logits, target).items()
     temperature = float(alone.partition(":")[2])
-    cuts = [Truncation(top_p=p) for p in TOP_PS]
+    cuts = [Truncation(top_p=p) for p in (0.5, 0.8, 0.9, 0.95, 0.98)]
     if (rank := int(ranks.max()) + 1) < 1000:
         cuts.append(Truncation(top_k=rank))
     best: tuple[float, float, Truncation] | None = None
@@ -367,14 +425,41 @@ def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tenso
     return {f"temperature:{temperature:.4g} + truncated_sampling:{option}": logps}
 
 
-TOP_PS = (0.5, 0.8, 0.9, 0.95, 0.98)
+TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+TOP_KS = (2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500)
+MIN_PS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Usual values."""
+NEAREST = 3
+"""Usual values that are tried next to a bound."""
+
+
+def _not_above(bound: float, usual: Sequence[float], *, exact: Sequence[float]) -> list[float]:
+    """The bound and the usual values next below it.
+
+    Example:
+        >>> _not_above(0.913, (0.8, 0.85, 0.9, 0.95), exact=(0.91, 0.913))
+        [0.91, 0.913, 0.9, 0.85, 0.8]
+    """
+    below = [value for value in sorted(usual, reverse=True) if value <= bound][:NEAREST]
+    return [value for value in dict.fromkeys([*exact, *below]) if 0 < value < 1]
+
+
+def _not_below(bound: int, usual: Sequence[int]) -> list[int]:
+    """The bound, the next number, and the usual values next above.
+
+    Example:
+        >>> _not_below(16, (16, 20, 25, 30, 32))
+        [16, 17, 20, 25, 30]
+    """
+    return list(dict.fromkeys([bound, bound + 1, *[value for value in usual if value > bound + 1][:NEAREST]]))
 
 
 def truncation_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
     """Log-probs (N,) under the top-p, top-k and min-p that fit, by ``cause:detail``.
 
     Under a truncation the change of a log-prob is the log of the kept mass, and top-p keeps a mass of at least its
-    value. Top-k samples no token of rank k or more, min-p none with less than min-p times the largest probability.
+    value. Top-k samples no token of rank k or more, min-p none with less than min-p times the largest probability. So
+    the tokens at hand give a bound, and usual values near it are tried as well: few tokens may not reach it.
 
     Args:
         logits: of the tokens under plain scoring.
@@ -387,13 +472,14 @@ def truncation_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: F
     if mass >= 1 - 1e-6:
         return {}
     temperature, found = logits.head.temperature, {}
-    cuts = [
-        (f"top_p {p:.4g}", Truncation(top_p=p)) for p in (round(mass, 2), round(mass - 0.005, 3), mass) if 0 < p < 1
-    ]
+    cuts = [(f"top_p {p:.4g}", Truncation(top_p=p)) for p in _not_above(mass, TOP_PS, exact=(round(mass, 2), mass))]
     if (rank := int(ranks.max()) + 1) < 1000:
-        cuts.append((f"top_k {rank}", Truncation(top_k=rank)))
+        cuts += [(f"top_k {k}", Truncation(top_k=k)) for k in _not_below(rank, TOP_KS)]
     smallest = float(np.exp((plain - top_logps).min()))
-    cuts += [(f"min_p {p:.4g}", Truncation(min_p=p)) for p in (round(smallest, 2), smallest) if 1e-3 < p < 1]
+    cuts += [
+        (f"min_p {p:.4g}", Truncation(min_p=p))
+        for p in _not_above(smallest, MIN_PS, exact=(round(smallest, 2), smallest)) if p > 1e-3
+    ]  # fmt: skip
     for name, cut in cuts:
         found[f"truncated_sampling:{name}"] = logits.under(Head(temperature, cut))
     return found

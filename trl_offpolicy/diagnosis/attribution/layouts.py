@@ -25,6 +25,7 @@ class Layout:
         pad: id of the padding.
         gap: the completion's positions do not count the left padding, the prompt's do: they overlap.
         reset: the completion's positions begin at 0 again.
+        both_ways: tokens of the prompt see later ones of the prompt, too.
     """
 
     attended: bool = False
@@ -33,6 +34,7 @@ class Layout:
     pad: int = 0
     gap: bool = False
     reset: bool = False
+    both_ways: bool = False
 
 
 @torch.no_grad()
@@ -58,7 +60,7 @@ def score_in_layout(
         positions = _positions(len(prompt), len(completion), padding, layout)
         logits = model(
             input_ids=ids.to(device),
-            attention_mask=_allowed(ids.shape[1], padding, layout)[None, None].to(device),
+            attention_mask=_allowed(ids.shape[1], padding, len(prompt), layout)[None, None].to(device),
             position_ids=positions[None].to(device),
             use_cache=False,
         ).logits[0, padding + len(prompt) - 1 : -1]
@@ -79,10 +81,12 @@ def _positions(prompt: int, completion: int, padding: int, layout: Layout) -> Te
     return positions
 
 
-def _allowed(length: int, padding: int, layout: Layout) -> Tensor:
+def _allowed(length: int, padding: int, prompt: int, layout: Layout) -> Tensor:
     """(L, L) bool: which positions (columns) each position (rows) sees."""
     place = torch.arange(length)
     seen = place[None] <= place[:, None]
+    if layout.both_ways:
+        seen |= (place < padding + prompt)[None] & (place < padding + prompt)[:, None]
     if layout.window is not None:
         seen &= place[None] > place[:, None] - layout.window
     if not layout.attended:
@@ -102,6 +106,7 @@ def layouts(prompt_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]) -> 
                 Layout(attended=True, counted=True, pad=pad), widest
             )  # fmt: skip
     found["padding:positions that begin again at the completion"] = (Layout(reset=True), widest)
+    found["model_config:prompt attended both ways (no causal mask)"] = (Layout(both_ways=True), widest)
     return found
 
 

@@ -31,6 +31,8 @@ DEARER = 0.02
 
 PART = " as in "
 """Stands in the name of a test between the parts of the weights and the weights that they are taken from."""
+WAY = " of the way to "
+"""The same for a point between the weights and those at hand, or beyond."""
 SCALES = (0.1, 1.3)
 """Times the effect of the weights at hand that the engine's may have."""
 

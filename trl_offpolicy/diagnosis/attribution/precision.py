@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -49,6 +49,48 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
 
 @contextmanager
+def rounded_outputs(modules: Iterable[Any], bits: int) -> Iterator[None]:
+    """A context in which the outputs of some modules are rounded to ``bits`` binary digits."""
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: _rounded(output, bits)) for module in modules
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def rounded_products(model: Any, name: str) -> Iterator[None]:
+    """A context in which linear layers alone compute in ``bf16`` or ``fp16``, as under ``torch.autocast``."""
+    bits = SIGNIFICANT_BITS[name]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    with rounded_weights(model, name), rounded_outputs(linears, bits), rounded_inputs(
+        model, partial(round_significant, bits=bits)
+    ):  # fmt: skip
+        yield
+
+
+def part_roundings(model: Any) -> dict[str, Inside]:
+    """Contexts in which one kind of layer computes in bf16 and the others do not, by ``precision:detail``."""
+    bits = SIGNIFICANT_BITS["bf16"]
+    kinds = {
+        "norms": [module for module in model.modules() if "Norm" in type(module).__name__],
+        "residual stream": [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")],
+        "RoPE cosines and sines": [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")],
+        "MLPs": [m for name, m in model.named_modules() if name.endswith((".mlp", ".feed_forward"))],
+    }
+    found: dict[str, Inside] = {
+        f"precision:{name} in bf16": partial(rounded_outputs, modules, bits)
+        for name, modules in kinds.items()
+        if modules
+    }
+    found["precision:matrix products in bf16 (autocast)"] = partial(rounded_products, model, "bf16")
+    return found
+
+
+@contextmanager
 def rounded_inputs(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """A context in which the inputs of linear layers are rounded, as engines with quantised activations do."""
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
@@ -87,6 +129,8 @@ def activation_roundings(model: Any) -> dict[str, Inside]:
     return {f"precision:{name}": partial(rounded_inputs, model, way) for name, way in ways.items()}
 
 
+FP8_BLOCK = 128
+"""Rows and columns of a block with one scale."""
 NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
        0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0)  # fmt: skip
 """Levels of QLoRA's NormalFloat4 (arXiv:2305.14314, appendix E)."""
@@ -108,6 +152,35 @@ def round_int4(weight: Tensor, *, group: int) -> Tensor:
     scale = ((high - low) / 15).clamp(min=1e-12)
     rounded: Tensor = ((parts - low) / scale).round() * scale + low
     return rounded.reshape(weight.shape).to(weight.dtype)
+
+
+def round_fp8_blocks(weight: Tensor, *, block: int = 128) -> Tensor:
+    """8-bit floats (e4m3) with a scale for each square block, as DeepSeek-V3 stores weights (arXiv:2412.19437, 3.3)."""
+    rows, columns = weight.shape
+    whole = torch.zeros(-(-rows // block) * block, -(-columns // block) * block, device=weight.device)
+    whole[:rows, :columns] = weight.float()
+    parts = whole.reshape(len(whole) // block, block, -1, block)
+    scale = parts.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448.0
+    rounded = ((parts / scale).to(torch.float8_e4m3fn).float() * scale).reshape(whole.shape)
+    return rounded[:rows, :columns].to(weight.dtype)
+
+
+FP4 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of 4-bit floats (e2m1; OCP Microscaling Formats, 5.3.3)."""
+
+
+def round_fp4(weight: Tensor, *, block: int, powers: bool) -> Tensor:
+    """4-bit floats with a scale per ``block`` columns: MXFP4 has 32 and a power of two, NVFP4 has 16 and an e4m3."""
+    parts = weight.float().reshape(-1, block)
+    largest = parts.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    if powers:
+        scale = torch.exp2(torch.floor(torch.log2(largest)) - 2)  # 2 is the exponent of 4, the largest power of e2m1
+    else:
+        whole = largest.max() / (448.0 * 6.0)
+        scale = (largest / 6.0 / whole).to(torch.float8_e4m3fn).float().clamp(min=2.0**-9) * whole
+    levels = torch.tensor(FP4, device=weight.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    return (levels[torch.bucketize(parts / scale, middles)] * scale).reshape(weight.shape).to(weight.dtype)
 
 
 @contextmanager
@@ -132,6 +205,11 @@ def weight_roundings(model: Any) -> dict[str, Inside]:
         "fp8 weights with a scale a tensor": partial(scaled_fp8, whole=True),
         "int8 weights with a scale a tensor": partial(scaled_int8, whole=True),
     }
+    if any(max(m.weight.shape) > FP8_BLOCK for m in linears):
+        ways["fp8 weights in blocks of 128"] = partial(round_fp8_blocks, block=FP8_BLOCK)
+    for name, block, powers in (("mxfp4", 32, True), ("nvfp4", 16, False)):
+        if all(count % block == 0 for count in columns):
+            ways[f"{name} weights"] = partial(round_fp4, block=block, powers=powers)
     for group in (32, 128):
         if all(count % group == 0 for count in columns):
             ways[f"int4 weights in groups of {group}"] = partial(round_int4, group=group)
@@ -167,8 +245,8 @@ def rounded_routers(model: Any, bits: int) -> Iterator[None]:
 
 
 def _rounded(output: Any, bits: int) -> Any:
-    if isinstance(output, tuple):
-        return (_rounded(output[0], bits), *output[1:])
+    if isinstance(output, tuple):  # the first is the output, or cosines and sines
+        return tuple(_rounded(one, bits) for one in output[:2]) + output[2:]
     return round_significant(output, bits) if isinstance(output, Tensor) else output
 
 

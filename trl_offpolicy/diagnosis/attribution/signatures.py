@@ -194,9 +194,12 @@ def _swapped(f: Features, limits: Limits) -> Signature:
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
     """A tool's output is a run of tokens, and an answer follows. Other zeros are log-probs that were filled in.
 
-    A greedy engine gives zeros alone; of these nothing is known.
+    Greedy requests give zeros as well, of likelier tokens than draws are. Of zeros alone nothing is known.
     """
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
+    if f.forced_last > limits.forced_last and f.forced_z < -limits.surprise_z:
+        text += f", likelier ones than draws (z = {f.forced_z:.1f}): greedy requests (temperature 0)"
+        return Signature("temperature", above(f.forced, limits.forced), text)
     if f.forced_alone > limits.forced_alone:
         return Signature("misalignment", above(f.forced, limits.forced), text + ", one here and one there: filled in")
     if f.forced_last > limits.forced_last and not f.all_zero:

@@ -1,0 +1,275 @@
+"""Faults that reach a part of a batch: some responses, a part of each, or each in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from trl_offpolicy.diagnosis.attribution import layouts, precision
+from trl_offpolicy.diagnosis.attribution.attribute import attribute
+from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.heads import logits_of, sampling_tests
+from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
+from trl_offpolicy.diagnosis.attribution.prefixes import cached_tokens, score_after
+from trl_offpolicy.diagnosis.attribution.search import Search, differing
+from trl_offpolicy.diagnosis.attribution.weight_parts import chosen_versions
+from trl_offpolicy.engines.hf import Head, score_completions
+
+LENGTH = 16
+CHANCE = np.random.default_rng(0)
+PROMPTS = [[2, *CHANCE.integers(3, 90, 18 + group).tolist()] for group in range(4) for _ in range(2)]
+IDS = [CHANCE.integers(3, 90, LENGTH).tolist() for _ in PROMPTS]
+ROWS = np.arange(len(PROMPTS))[:, None]
+EXACT = Declared(dtype="float32", quantization="none")
+VERSIONS = {"stale_weights:version 1": 0.05, "stale_weights:version 2": 0.03, "wrong_adapter:no adapter": 0.08}
+"""Size of the change of each set of weights at hand; each is another change."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A tiny model whose context matters: its weights are larger than at random."""
+    found = tiny_model().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in found.model.layers:
+            for weight in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    return found
+
+
+@contextmanager
+def version(model: Any, name: str) -> Any:
+    """The weights of one of :data:`VERSIONS`."""
+    start = 1000 * list(VERSIONS).index(name)
+    with ExitStack() as stack, torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            before = weight.detach().clone()
+            stack.callback(lambda weight=weight, before=before: weight.data.copy_(before))
+            generator = torch.Generator().manual_seed(start + number)
+            weight += VERSIONS[name] * torch.randn(weight.shape, generator=generator)
+        yield
+
+
+def scored(model: Any, head: Head | None = None) -> Any:
+    return score_completions(model, PROMPTS, IDS, heads=[head or Head()])[0].logps
+
+
+def inside(model: Any, context: Any, head: Head | None = None) -> Any:
+    with context:
+        return scored(model, head)
+
+
+def answer(model: Any, engine: Any, trainer: Any = None, *, declared: Declared | None = EXACT) -> Any:
+    evidence = TokenEvidence(
+        sampling_per_token_logps=engine, old_per_token_logps=scored(model) if trainer is None else trainer,
+        completion_mask=np.ones(engine.shape, bool), token_ids=np.array(IDS), group_ids=np.arange(len(IDS)) // 2,
+        engine=declared, trainer=declared,
+    )  # fmt: skip
+    weights = {name: partial(version, model, name) for name in VERSIONS}
+    bench = Bench(model, PROMPTS, IDS, weights=weights, stop_ids=[1], pad_ids=[0], rows=4)
+    return attribute(run_hypotheses(evidence, bench))
+
+
+# ------------------------------------------------------------------------------------------------------ some responses
+
+
+def other_temperature(model: Any) -> Any:
+    return scored(model, Head(0.7))
+
+
+def int4(model: Any) -> Any:
+    return inside(model, precision.rounded_weights(model, "int4"))
+
+
+def cut_prompt(model: Any) -> Any:
+    return score_completions(model, [ids[3:] for ids in PROMPTS], IDS)[0].logps
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [(other_temperature, "temperature"), (int4, "precision"), (cut_prompt, "prompt_difference")]
+)
+@pytest.mark.parametrize("rows", [(1, 6), (0, 2, 3)])
+def test_a_fault_of_some_responses_is_named(model: Any, fault: Callable[[Any], Any], cause: str, rows: Any) -> None:
+    engine = np.where(np.isin(ROWS, rows), fault(model), scored(model))
+    found = answer(model, engine)
+    assert found.cause == cause and found.confidence >= 0.9, (found.cause, found.detail, found.reasons)
+    if cause != "prompt_difference":  # rows with the prompts as they are belong to that answer
+        assert f"in {len(rows)} of {len(PROMPTS)} responses" in found.detail or "in each response" in found.detail
+
+
+def test_what_differs_from_a_token_on_is_tested_there(model: Any) -> None:
+    engine = scored(model)
+    engine[:, 6:] = int4(model)[:, 6:]
+    found = answer(model, engine)
+    assert found.cause == "precision" and found.detail.startswith("int4 weights"), (found.cause, found.detail)
+
+
+def test_a_fault_of_all_tokens_has_no_part(model: Any) -> None:
+    found = answer(model, other_temperature(model))
+    assert (found.cause, found.detail) == ("temperature", "0.7")
+
+
+def test_the_part_that_differs_lies_between_its_first_and_last_token() -> None:
+    engine = np.full((3, 40), -1.0)
+    trainer = engine.copy()
+    trainer[0, 10:31:2] = -2.0
+    trainer[1, 5:20] = -2.0
+    evidence = TokenEvidence(
+        sampling_per_token_logps=engine, old_per_token_logps=trainer, completion_mask=np.ones((3, 40), bool)
+    )
+    part = differing(evidence)
+    assert part is not None and part.sum(1).tolist() == [21, 15, 0]
+    assert part[0, 10:31].all() and part[1, 5:20].all()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 40), (0, 5)])
+def test_no_part_where_nearly_all_or_hardly_any_token_differs(first: int, last: int) -> None:
+    engine = np.full((2, 40), -1.0)
+    trainer = engine.copy()
+    trainer[:, first:last] = -1.5
+    evidence = TokenEvidence(
+        sampling_per_token_logps=engine, old_per_token_logps=trainer, completion_mask=np.ones((2, 40), bool)
+    )
+    assert differing(evidence) is None
+
+
+def test_noise_in_some_responses_is_not_named(model: Any) -> None:
+    noise = np.where(np.isin(ROWS, (2, 5)), CHANCE.normal(0, 0.3, (len(PROMPTS), LENGTH)), 0.0)
+    found = answer(model, scored(model) + noise)
+    assert found.cause == "unknown", (found.cause, found.detail, found.reasons)
+
+
+# ---------------------------------------------------------------------------------------------- each in its own way
+
+
+def test_a_greedy_request_is_one_at_temperature_0(model: Any) -> None:
+    """Its log-probs are 0, and its tokens the most likely ones: no log-probs that were lost."""
+    logits = logits_of(model, PROMPTS, IDS, range(8), Head())
+    likeliest = logits.values.argmax(1).numpy().reshape(len(IDS), LENGTH)
+    ids = [likeliest[row].tolist() if row % 4 == 3 else IDS[row] for row in range(len(IDS))]
+    # greedy tokens change what comes after them: only the first is sure to be the most likely one
+    target = np.zeros(LENGTH)
+    found = sampling_tests(
+        logits_of(model, PROMPTS[:1], [ids[0]], [0], Head()), target, np.zeros(LENGTH), np.zeros(LENGTH)
+    )
+    np.testing.assert_array_equal(found["temperature:0 (greedy)"].numpy(), target)
+    lost = answer(model, np.where(ROWS % 4 == 3, 0.0, scored(model)))
+    assert "greedy" not in lost.detail and lost.cause != "temperature"
+
+
+def test_a_temperature_of_each_response_is_found(model: Any) -> None:
+    heads = [Head(0.6 + 0.1 * row) for row in range(len(PROMPTS))]
+    engine = np.stack([scored(model, head)[row] for row, head in enumerate(heads)])
+    found = answer(model, engine)
+    assert found.cause == "temperature" and "another in each response" in found.detail, (found.cause, found.detail)
+
+
+def test_a_temperature_that_falls_along_the_responses_is_found(model: Any) -> None:
+    engine = np.stack([scored(model, Head(1.4 - 0.05 * place))[:, place] for place in range(LENGTH)], 1)
+    found = answer(model, engine)
+    assert found.cause == "temperature" and "in each part of the responses" in found.detail, (found.cause, found.detail)
+
+
+def test_weights_of_each_response_and_weights_that_change_within_one(model: Any) -> None:
+    first, second = (inside(model, version(model, name)) for name in list(VERSIONS)[:2])
+    replicas = answer(model, np.where(ROWS % 2 == 0, first, second))
+    assert replicas.cause == "stale_weights" and "in each response" in replicas.detail, replicas.reasons
+    assert "version 1" in replicas.detail and "version 2" in replicas.detail
+    in_flight = answer(model, np.where(np.arange(LENGTH) < 4 + ROWS, first, second))
+    assert in_flight.cause == "stale_weights" and "along the responses" in in_flight.detail, in_flight.reasons
+
+
+def test_versions_are_chosen_by_row_and_by_part() -> None:
+    target = np.array([[0.0] * 4 + [1.0] * 2, [1.0] * 6])
+    whole, within = chosen_versions([np.zeros((2, 6)), np.ones((2, 6)), np.full((2, 6), 7.0)], target)
+    assert whole[:, 0].tolist() == [0, 1]
+    assert within.tolist() == [[0, 0, 0, 0, 1, 1], [1] * 6]
+
+
+def test_a_prefix_cache_that_was_kept_over_a_sync_is_found(model: Any) -> None:
+    weights = {"stale_weights:version 1": partial(version, model, "stale_weights:version 1")}
+    evidence = TokenEvidence(
+        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.1,
+        completion_mask=np.ones((len(IDS), LENGTH), bool),
+    )  # fmt: skip
+    search = Search(evidence, Bench(model, PROMPTS, IDS, weights=weights, rows=8), lambda _text: None)
+    engine = score_after(search, weights["stale_weights:version 1"], 16, range(8))
+    assert np.abs(engine - scored(model)).max() > 1e-3
+    found = answer(model, engine)
+    assert found.cause == "stale_weights" and "prefix cache, blocks of 16" in found.detail, (found.cause, found.detail)
+
+
+def test_a_prefix_cache_without_a_full_block_changes_nothing(model: Any) -> None:
+    evidence = TokenEvidence(
+        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.1,
+        completion_mask=np.ones((len(IDS), LENGTH), bool),
+    )  # fmt: skip
+    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
+    found = score_after(search, partial(version, model, "stale_weights:version 1"), 64, range(8))
+    np.testing.assert_allclose(found, scored(model), atol=1e-4)
+    assert [cached_tokens(length, 16) for length in (1, 16, 17, 40)] == [0, 0, 16, 32]
+
+
+# ------------------------------------------------------------------------------------------------------- two at once
+
+
+def test_other_weights_at_another_temperature_are_both_named(model: Any) -> None:
+    engine = inside(model, version(model, "wrong_adapter:no adapter"), Head(1.15))
+    found = answer(model, engine)
+    assert found.cause == "wrong_adapter" and "no adapter + temperature:1.15" in found.detail, found.reasons
+    assert [cause for cause, _ in found.parts] == ["wrong_adapter", "temperature"]
+
+
+def test_a_top_k_that_the_tokens_do_not_reach_is_found(model: Any) -> None:
+    """The rarest token of the batch has rank 16 or so; 20 tokens are kept."""
+    logits = logits_of(model, PROMPTS, IDS, range(8), Head())
+    own = logits.values.gather(1, logits.ids[:, None])
+    target = (own[:, 0] - logits.values.topk(20, 1).values.logsumexp(1)).double().numpy()
+    ranks = (logits.values > own).sum(1).double().numpy()
+    kept = torch.from_numpy(ranks < 17)  # the tokens at hand
+    part = replace(
+        logits, values=logits.values[kept], ids=logits.ids[kept], rows=logits.rows[kept], places=logits.places[kept],
+        contexts=[context for context, keep in zip(logits.contexts, kept, strict=True) if keep],
+    )  # fmt: skip
+    top_logps = logits.values.log_softmax(1).max(1).values.double().numpy()
+    found = sampling_tests(part, target[kept], ranks[kept], top_logps[kept])
+    np.testing.assert_allclose(found["truncated_sampling:top_k 20"].numpy(), target[kept], atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------- what a side cannot have
+
+
+def test_a_trainer_has_no_kv_cache(model: Any) -> None:
+    evidence = TokenEvidence(
+        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + CHANCE.normal(0, 0.05, (8, LENGTH)),
+        completion_mask=np.ones((len(IDS), LENGTH), bool),
+    )  # fmt: skip
+    tested = run_hypotheses(evidence, Bench(model, PROMPTS, IDS, stop_ids=[1], pad_ids=[0], rows=2)).tested
+    assert any(name.startswith("trainer:precision") for name in tested)
+    assert not any("cache" in name for name in tested)
+
+
+def test_a_prompt_that_is_attended_both_ways_is_another_model(model: Any) -> None:
+    engine = layouts.score_in_layout(model, PROMPTS, IDS, layouts.Layout(both_ways=True), prompt_width=22)
+    found = answer(model, engine)
+    assert found.cause == "model_config" and "both ways" in found.detail, (found.cause, found.detail)
+
+
+def test_a_test_that_leaves_most_tokens_out_explains_nothing(model: Any) -> None:
+    evidence = TokenEvidence(
+        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.3,
+        completion_mask=np.ones((len(IDS), LENGTH), bool),
+    )  # fmt: skip
+    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
+    some = evidence.sampling_per_token_logps.copy()
+    some[:, 4:] = np.nan
+    assert search.add("misalignment:moved far", some) > 1.0
