@@ -15,6 +15,8 @@ from tasks import Task
 from weights import VERSIONS, Updates, Weights
 from worlds import PROMPTS, World
 
+from trl_offpolicy.diagnosis.attribution.endings import other_ends
+
 MODEL = ".cache/SmolLM2-135M-Instruct"
 WORLDS = ("smollm2", "qwen", "moe")
 RATE = 2e-4
@@ -136,4 +138,7 @@ def prompts_at_hand(world: World) -> dict[str, list[list[int]]]:
         "no generation prompt": {"generation": False},
         "empty system prompt": {"system": ""},
     }
-    return {name: world.rendered(**how) for name, how in ways.items()}
+    found = {name: world.rendered(**how) for name, how in ways.items()}
+    return found | {
+        name: list(map(list, ids)) for name, ids in other_ends(world.task.tokenizer, world.repeated()).items()
+    }

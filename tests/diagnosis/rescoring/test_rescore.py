@@ -12,6 +12,7 @@ import torch
 from tiny_models import EOS, tiny_model, tiny_tokenizer
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.endings import ENDS, other_ends
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench
 from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
@@ -164,16 +165,29 @@ MESSAGES = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
 TEMPLATE = MESSAGES + "{% if add_generation_prompt %}<assistant> {% endif %}"
 
 
+def test_ends_with_thoughts_are_added_or_taken_off() -> None:
+    tokenizer = tiny_tokenizer()
+    assert other_ends(tokenizer, [[4, 5]]) == {}
+    tokenizer.chat_template = TEMPLATE
+    block, begun = (list(tokenizer(text)["input_ids"]) for text in ENDS.values())
+    assert block and begun and block != begun
+    added = other_ends(tokenizer, [[4, 5], [6]])
+    assert added["an empty block of thoughts at the end"] == [[4, 5, *block], [6, *block]]
+    taken = other_ends(tokenizer, [[4, 5, *block], [6, *block]])
+    assert taken["an empty block of thoughts missing at the end"] == [[4, 5], [6]]
+
+
 def test_prompts_are_read_back_and_rendered_in_other_ways() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     texts = ["<system> w1 w2 <user> w7 <assistant> ", "<system> w1 w2 <user> w8 w9 <assistant> "]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     found = other_renderings(tokenizer, texts, ids)
-    assert set(found) == {"no generation prompt", "no system prompt", "empty system prompt", "no chat template"}
+    ways = {"no generation prompt", "no system prompt", "empty system prompt", "no chat template"}
+    assert ways < set(found) and all("thoughts" in name for name in set(found) - ways)
     assert found["no generation prompt"][1] == ids[1][:-1] and found["no chat template"][0] == [10]
     assert found["no system prompt"][0] == tokenizer("<user> w7 <assistant>")["input_ids"]
     plain = ["<user> w7 <assistant> "]
     assert "no system prompt" not in other_renderings(tokenizer, plain, [tokenizer(plain[0])["input_ids"]])
-    assert other_renderings(tokenizer, ["w1 w2"], [[4, 5]]) == {}  # no chat
+    assert all("thoughts" in name for name in other_renderings(tokenizer, ["w1 w2"], [[4, 5]]))  # no chat
     assert other_renderings(tiny_tokenizer(), texts, ids) == {}  # no template

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_offpolicy.diagnosis.attribution.bench import pad_ids_of, stop_ids_of
+from trl_offpolicy.diagnosis.attribution.endings import other_ends
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
 from trl_offpolicy.diagnosis.probe.against import Answer, scored_rows
@@ -64,10 +65,11 @@ def render_prompts(tokenizer: Any, prompts: Sequence[str]) -> Rendered:
     if not getattr(tokenizer, "chat_template", None):
         return Rendered(plain, {})
     chat = [_chat(tokenizer, text) for text in texts]
-    others = {
+    others: dict[str, Any] = {
         "no chat template": plain,
         "no generation prompt": [_chat(tokenizer, text, add_generation_prompt=False) for text in texts],
         "empty system prompt": [_chat(tokenizer, text, system="") for text in texts],
+        **other_ends(tokenizer, chat),
     }
     return Rendered(chat, {name: ids for name, ids in others.items() if ids != chat})
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from trl_offpolicy.diagnosis.attribution.endings import other_ends
 from trl_offpolicy.engines.hf import Ids
 
 _SYSTEM, _USER = "@@system@@", "@@user@@"
@@ -13,7 +14,7 @@ Chat = list[dict[str, str]]
 
 
 def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str, Ids]:
-    """Token ids of the prompts in other renderings, by name; empty if a prompt is no chat of one question.
+    """Token ids of the prompts in other renderings, by name; only other ends if one is no chat of a question.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -23,9 +24,9 @@ def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str
     if not getattr(tokenizer, "chat_template", None):
         return {}
     chats = [_chat_of(tokenizer, text) for text in texts]
+    found: dict[str, Ids] = other_ends(tokenizer, ids)
     if any(chat is None for chat in chats):
-        return {}
-    found: dict[str, list[list[int]]] = {}
+        return found
     for name, others in _others([chat for chat in chats if chat is not None]).items():
         try:
             found[name] = [_ids(tokenizer, chat, generation=name != NO_GENERATION) for chat in others]
