@@ -283,7 +283,8 @@ def _advantages(source: Source) -> Iterable[Found]:
             yield shared.no_estimator(source.given(names[0]), f"{kind!r} with an unknown {discount}")
             return
         returns = {"type": "reinforce_plus_plus", "discount": number(discount, source.get(discount, 1.0))}
-        yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns})
+        why = "before a gap (tool output) SkyRL's return is 0, this kit's goes on"
+        yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns}, why)
     else:
         yield shared.no_estimator(source.given(names[0]), repr(kind))
 
