@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "a.yaml", AREAL + "  adv_norm: {mean_level: batch, std_level: batch, mean_leave1out: true}\n",
         {"offpolicy.advantages": TO_SET}, "adv_norm.mean_leave1out",
     ),
+    # SkyRL a9564572e, backends/skyrl_train/utils/ppo_utils.py: compute_policy_loss_kl_cov, reduce_loss
+    "SkyRL KL-Cov": (
+        "a.sh", SKYRL + "trainer.algorithm.policy_loss_type=kl_cov", {f"{CLIP}.type": "kl_cov"},
+        "SkyRL adds the penalty up",
+    ),
     # NeMo-RL 7ea279abf, algorithms/advantage_estimator.py: GDPO's components leave the response itself out by default
     "NeMo-RL GDPO": (
         "a.yaml", "grpo: {adv_estimator: {name: gdpo}}\n" + NEMO, {"offpolicy.advantages": TO_SET},

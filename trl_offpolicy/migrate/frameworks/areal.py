@@ -56,7 +56,7 @@ def _correction(source: Source) -> Iterable[Found]:
     if source.has(budget) and source.settings.values[budget] is not None:
         term = {"type": "second_moment_budget", "budget": number(budget, source.settings.values[budget])}
         if source.settings.values.get(key) is True:
-            why = "M2PO's mask: the log-ratio of pi_old to mu"
+            why = "M2PO's mask: the log-ratio of pi_old to mu; AReaL averages over what is left, in each micro-batch"
             yield Carried((budget,), {"offpolicy.correction.keep": [term]}, why)
         else:  # both log-probs are then the same there
             yield Left((budget,), f"without {key} it drops nothing")
