@@ -260,8 +260,9 @@ def test_without_a_trainable_token(name):
     empty = torch.full((3, 4), NAN), torch.full((3, 4), NAN), torch.zeros(3, 4).bool()
     assert value(name, empty).item() == 0
     assert value(name, [x[:0] for x in empty]).item() == 0
+    assert value(name, [x[:, :0] for x in empty]).item() == 0
     whole = value(name, sample()).item()
-    assert value(name, empty, sample(), empty).item() == whole
+    assert value(name, empty, sample(), empty, [x[:, :0] for x in empty]).item() == whole
 
 
 @pytest.mark.parametrize("name", RATIO_METRICS)

@@ -104,6 +104,13 @@ def test_constant_weights(name):
 
 
 @pytest.mark.parametrize("name", WEIGHT_METRICS)
+def test_responses_of_length_0(name):
+    weights, mask = torch.ones(2, 0), torch.ones(2, 0).bool()
+    assert value(name, (weights, mask), (torch.ones(2, 1), mask)).item() == 0
+    assert value(name, sample(), (weights, mask)).item() == value(name, sample()).item()
+
+
+@pytest.mark.parametrize("name", WEIGHT_METRICS)
 def test_all_zero_or_no_token(name):
     zeros, all_tokens = torch.zeros(3, 5), torch.ones(3, 5).bool()
     assert value(name, (zeros, all_tokens)).item() == 0

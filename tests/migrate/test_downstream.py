@@ -18,6 +18,7 @@ GUESSED = "if, case, && or || alone set these, and their value is taken as if th
 OLD_VERL = VERL + "actor_rollout_ref.actor.ppo_micro_batch_size=16 algorithm.kl_ctrl.kl_coef=0.002 "
 BATCH = "data.train_batch_size=32 actor_rollout_ref.actor.ppo_mini_batch_size=32 trainer.n_gpus_per_node=4 "
 AREAL = "gconfig: {n_samples: 4}\nactor:\n  path: a\n  use_decoupled_loss: true\n"
+NEMO = "policy: {model_name: a, generation: {max_new_tokens: 9}}\n"
 KL, WEIGHT = "offpolicy.objective.kl", "offpolicy.correction.weight"
 
 CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -51,6 +52,38 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "AReaL's advantage norm by default": (
         "a.yaml", AREAL + "  group_reward_norm: true\n",
         {"offpolicy.advantages.type": "reinforce_plus_plus_baseline", "offpolicy.advantages.scale": "group"}, "",
+    ),
+    # AReaL cbff54d, utils/data.py: class Normalization
+    "AReaL's deviation over n": (
+        "a.yaml", AREAL + "  reward_norm: {mean_level: group, std_level: group, std_unbiased: false}\n",
+        {"offpolicy.advantages": TO_SET}, "std_unbiased=false",
+    ),
+    "AReaL's deviation over n, whitened after it": (
+        "a.yaml", AREAL + "  reward_norm: {mean_level: group, std_level: batch, std_unbiased: false}\n"
+        "  adv_norm: {mean_level: batch, std_level: batch}\n",
+        {"offpolicy.advantages": "reinforce_plus_plus_baseline"}, "",
+    ),
+    "AReaL's batch without the token itself": (
+        "a.yaml", AREAL + "  adv_norm: {mean_level: batch, std_level: batch, mean_leave1out: true}\n",
+        {"offpolicy.advantages": TO_SET}, "adv_norm.mean_leave1out",
+    ),
+    # SkyRL a9564572e, backends/skyrl_train/utils/ppo_utils.py: compute_policy_loss_kl_cov, reduce_loss
+    "SkyRL KL-Cov": (
+        "a.sh", SKYRL + "trainer.algorithm.policy_loss_type=kl_cov", {f"{CLIP}.type": "kl_cov"},
+        "SkyRL adds the penalty up",
+    ),
+    # NeMo-RL 7ea279abf, algorithms/advantage_estimator.py: GDPO's components leave the response itself out by default
+    "NeMo-RL GDPO": (
+        "a.yaml", "grpo: {adv_estimator: {name: gdpo}}\n" + NEMO, {"offpolicy.advantages": TO_SET},
+        "use_leave_one_out_baseline=True",
+    ),
+    "NeMo-RL GDPO with the whole group": (
+        "a.yaml", "grpo: {adv_estimator: {name: gdpo, use_leave_one_out_baseline: false}}\n" + NEMO,
+        {"offpolicy.advantages": "gdpo"}, "",
+    ),
+    "NeMo-RL REINFORCE++": (
+        "a.yaml", "grpo: {adv_estimator: {name: reinforce_plus_plus}}\n" + NEMO,
+        {"offpolicy.advantages": "reinforce_plus_plus_baseline"}, "variance by n, this kit by n - 1",
     ),
     # slime 624b824a8: ray/rollout.py:609-633, backends/megatron_utils/loss.py:758-819
     "slime without a baseline": (

@@ -27,7 +27,7 @@ STD_EPSILON = 1e-4
 """TRL adds this to a standard deviation before it divides by it."""
 OTHERS_EPSILON = 1e-6
 """NeMo-RL adds this to the standard deviation of the other responses."""
-_VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
+_VARIANCE_EPSILON = 1e-8  # as verl and slime add to the variance
 _EQUAL = 1e-9  # share of a group's sum of squares below which the others count as equal: float64 leaves 1e-16
 
 
@@ -373,7 +373,8 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         (B,) float32; 0 where the length is 0. An advantage of 0 (a group of one) becomes - mean / std.
 
-    Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl and OpenRLHF compute it.
+    Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl and slime compute it. OpenRLHF and NeMo-RL have
+    the variance of n, which is smaller by (n - 1) / n, and clamp it at 1e-8 instead of adding that.
 
     Example:
         >>> whitened_by_token(torch.tensor([1.0, -1.0]), torch.tensor([1, 3]))

@@ -140,6 +140,8 @@ class RatioMetric(MomentMetric):
         _check_floats("numerator_logps", numerator_logps)
         _check_floats("denominator_logps", denominator_logps, numerator_logps)
         mask = _checked_mask("completion_mask", completion_mask, numerator_logps)
+        if not mask.shape[1]:  # responses of length 0 only
+            return
         with torch.no_grad():
             ratio = log_ratio(numerator_logps, denominator_logps, mask)
             self._add(fold_ratio_rows(ratio_rows(ratio, denominator_logps, mask)))
@@ -173,6 +175,8 @@ class WeightMetric(MomentMetric):
         """
         _check_floats("weights", weights)
         tokens = _checked_mask("mask", mask, weights, broadcast=True)
+        if not tokens.shape[1]:
+            return
         with torch.no_grad():
             self._add(weight_moments(weights.float(), tokens))
 

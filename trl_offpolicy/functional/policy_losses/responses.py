@@ -47,6 +47,7 @@ def future_influence(
         (B, T) of the dtype of ``log_ratios``, no gradient; 1 outside ``mask``.
 
     Reference: Ma et al. 2026, FIPO (arXiv:2603.19835), as in the authors' code for verl and ms-swift 3602360a5.
+    ms-swift also keeps the factor of a token beyond ``safe_ratio`` at 0.8 or more, which acts where ``low`` > 0.2.
 
     Example:
         >>> future_influence(torch.tensor([[2.0, 0.5]]).log(), torch.ones(1, 1), torch.ones(1, 2).bool(), half_life=1.0,

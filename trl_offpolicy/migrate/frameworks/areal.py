@@ -56,7 +56,7 @@ def _correction(source: Source) -> Iterable[Found]:
     if source.has(budget) and source.settings.values[budget] is not None:
         term = {"type": "second_moment_budget", "budget": number(budget, source.settings.values[budget])}
         if source.settings.values.get(key) is True:
-            why = "M2PO's mask: the log-ratio of pi_old to mu"
+            why = "M2PO's mask: the log-ratio of pi_old to mu; AReaL averages over what is left, in each micro-batch"
             yield Carried((budget,), {"offpolicy.correction.keep": [term]}, why)
         else:  # both log-probs are then the same there
             yield Left((budget,), f"without {key} it drops nothing")
@@ -164,6 +164,13 @@ def _advantages(source: Source) -> Iterable[Found]:
     if unknown := source.unknown(*discounts):
         yield shared.no_estimator((), f"with an unknown {unknown[0]}", pattern="actor.adv_norm", default=False)
         return
+    if _of_all(source, reward):
+        how = "with actor.reward_norm.std_unbiased=false (the deviation of n, here of n - 1)"
+        yield shared.no_estimator(keys, how)
+        return
+    if source.get("actor.adv_norm.mean_leave1out", False):
+        yield shared.no_estimator(keys, "with actor.adv_norm.mean_leave1out")
+        return
     if discount != 1 and not by_return:
         yield shared.no_estimator((*keys, *source.given(*discounts)), f"of returns discounted by {discount:g}")
         return
@@ -172,6 +179,11 @@ def _advantages(source: Source) -> Iterable[Found]:
     else:
         keys += source.given(*discounts) if by_return else ()
         yield Carried(keys, {"offpolicy.advantages": found})
+
+
+def _of_all(source: Source, reward: tuple[Any, Any]) -> bool:
+    """True if rewards are divided by a group's deviation that is over n."""
+    return reward[1] == "group" and source.get("actor.reward_norm.std_unbiased", True) is False
 
 
 def _devices(source: Source) -> tuple[str, int | None]:

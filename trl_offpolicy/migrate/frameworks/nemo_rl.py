@@ -170,7 +170,7 @@ def _advantages(source: Source) -> Iterable[Found]:
     found: Any = None
     if kind == "reinforce_plus_plus" and source.get(names[3], True):
         found = "reinforce_plus_plus_baseline"
-    elif kind == "gdpo":
+    elif kind == "gdpo" and by_std and not leave_one_out:  # leaving out its own reward changes even signs
         found = "gdpo"
     elif kind == "grpo":
         plain = {"type": "grpo", "epsilon": 1e-6} if by_std else "dr_grpo"
@@ -180,7 +180,8 @@ def _advantages(source: Source) -> Iterable[Found]:
         how = f"{kind!r} with normalize_rewards={by_std} and use_leave_one_out_baseline={leave_one_out}"
         yield shared.no_estimator(keys, how)
     else:
-        yield Carried(keys, {"offpolicy.advantages": found}, "" if keys else "the default of grpo.adv_estimator")
+        why = "NeMo-RL divides the tokens' variance by n, this kit by n - 1" if kind == "reinforce_plus_plus" else ""
+        yield Carried(keys, {"offpolicy.advantages": found}, why if keys else "the default of grpo.adv_estimator")
 
 
 def _adapter(source: Source) -> Iterable[Found]:

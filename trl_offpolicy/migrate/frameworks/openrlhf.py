@@ -117,7 +117,8 @@ def _advantages(source: Source) -> Iterable[Found]:
         "reinforce_baseline": "reinforce_plus_plus_baseline",
     }
     if kind in found and not (kind == "reinforce_baseline" and source.get(plain, False)):
-        yield Carried(source.given(key), {"offpolicy.advantages": found[kind]})
+        why = "OpenRLHF divides the tokens' variance by n, this kit by n - 1" if kind == "reinforce_baseline" else ""
+        yield Carried(source.given(key), {"offpolicy.advantages": found[kind]}, why)
         yield from shared.left(source, {plain: f"{kind} does not read it"})
     else:
         how = f"{kind!r}{' without the deviation' * bool(source.get(plain, False))}"

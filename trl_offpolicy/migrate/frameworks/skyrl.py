@@ -110,6 +110,12 @@ _LOSSES: Mapping[str, Callable[[Source], dict[str, Any]]] = {
         "cov_high": _get(source, "clip_cov.clip_cov_ub"),
     },
 }
+_UNCORRECTED = "off_policy_correction does not act on it"
+_OTHERWISE = {
+    "clip_cov": f"SkyRL's advantages are over the tokens already where the bounds meet them; {_UNCORRECTED} there",
+    "kl_cov": f"SkyRL adds the penalty up, here it is reduced as the loss is; {_UNCORRECTED} there",
+}
+"""What SkyRL computes otherwise."""
 _LOSS_KEYS = (
     "policy_loss_type",
     "eps_clip_low",
@@ -158,7 +164,7 @@ def _loss(source: Source) -> Iterable[Found]:
     used = tuple(key for key in keys if key.startswith(read))
     yield from ([Left(unused, f"the loss {kind!r} does not read it")] if (unused := _without(keys, used)) else [])
     if kind in _LOSSES:
-        yield Carried(used, {"offpolicy.objective.policy_loss": _LOSSES[kind](source)})
+        yield Carried(used, {"offpolicy.objective.policy_loss": _LOSSES[kind](source)}, _OTHERWISE.get(kind, ""))
     elif used:
         fields: dict[str, Any] = {"epsilon": _get(source, "eps_clip_low")}
         if (high := _get(source, "eps_clip_high")) != fields["epsilon"]:
@@ -283,7 +289,8 @@ def _advantages(source: Source) -> Iterable[Found]:
             yield shared.no_estimator(source.given(names[0]), f"{kind!r} with an unknown {discount}")
             return
         returns = {"type": "reinforce_plus_plus", "discount": number(discount, source.get(discount, 1.0))}
-        yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns})
+        why = "before a gap (tool output) SkyRL's return is 0, this kit's goes on"
+        yield Carried(source.given(names[0], discount), {"offpolicy.advantages": returns}, why)
     else:
         yield shared.no_estimator(source.given(names[0]), repr(kind))
 
