@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import engine_kinds as engine
+import fourth_kinds as fourth
 import other_kinds as other
 import second_kinds as second
 import third_kinds as third
@@ -45,9 +46,21 @@ FAMILIES = (
     third.routing,
     third.mixtures,
     third.over_time,
+    fourth.prompts,
+    fourth.sampling,
+    fourth.architecture,
+    fourth.precision,
+    fourth.bookkeeping,
+    fourth.weights,
+    fourth.trainer,
+    fourth.routing,
+    fourth.mixtures,
+    fourth.over_time,
 )
 KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
-CLEANS: dict[str, Kind] = {kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean())}
+CLEANS: dict[str, Kind] = {
+    kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean(), *fourth.clean())
+}
 
 
 def kind_of(name: str) -> Kind:

@@ -42,7 +42,7 @@ def test_the_wall_stands_where_it_stood() -> None:
     assert len(known) == 129 and KINDS.keys() >= SEEN
     assert sha256(" ".join(known).encode()).hexdigest()[:16] == "5a3859f8f671bccc"
     assert {name for name, kind in KINDS.items() if kind.split == "tune"} == SEEN
-    assert sum(kind.split == "report" for kind in KINDS.values()) == 130
+    assert sum(kind.split == "report" for kind in KINDS.values()) == 188
 
 
 def test_what_nobody_has_looked_at_is_held_out() -> None:
@@ -52,16 +52,16 @@ def test_what_nobody_has_looked_at_is_held_out() -> None:
 
 def test_the_tune_side_has_no_later_clean_variant() -> None:
     later = CLEANS.keys() - SEEN_CLEAN
-    assert len(later) == 18 and CLEANS.keys() > SEEN_CLEAN
+    assert len(later) == 26 and CLEANS.keys() > SEEN_CLEAN
     for world in ("smollm2", "qwen", "moe"):
         assert not later & CLEAN_SEEDS["tune"][world].keys()
         runs = [kind.name for _, kinds in list(plan(world, "report"))[1:] for kind in kinds]
         assert {name for name in later if world in CLEANS[name].models} <= set(runs)
 
 
-def test_ninety_eight_clean_cases_are_in_the_report() -> None:
+def test_a_hundred_and_thirty_three_clean_cases_are_in_the_report() -> None:
     rounds = [kinds for world in CLEAN_SEEDS["report"] for _, kinds in list(plan(world, "report"))[1:]]
-    assert sum(map(len, rounds)) == 98
+    assert sum(map(len, rounds)) == 133
 
 
 def test_every_family_is_on_both_sides() -> None:
@@ -72,7 +72,7 @@ def test_every_family_is_on_both_sides() -> None:
 def test_families_have_about_the_same_shares_on_both_sides() -> None:
     count = Counter((kind.split, kind.family) for kind in KINDS.values())
     for family in {kind.family for kind in KINDS.values()}:
-        assert abs(count["tune", family] / 129 - count["report", family] / 130) < 0.05, family
+        assert abs(count["tune", family] / 129 - count["report", family] / 188) < 0.05, family
 
 
 def test_answers_that_count_are_names_of_causes() -> None:
