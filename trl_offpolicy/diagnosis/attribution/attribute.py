@@ -366,8 +366,10 @@ def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: s
         return _Answer(member, _of_left(cause, left, exact=exact), reason, "tested", detail, 1 - left)
     first_share = 1 - alone.get(cause, 1.0)
     gain = alone.get(cause, 1.0) - left
-    # A pair has more freedom than its first cause, so it must explain clearly more.
-    confidence = _of_left(cause, left, exact=exact) if gain > 0.1 else 0.0
+    # A pair has more freedom than each of its causes, so it must explain clearly more, or leave next to nothing.
+    best = min(alone.get(cause, 1.0), alone.get(second, 1.0))
+    clearly = best - left > 0.1 or left < 0.1 * best
+    confidence = _of_left(cause, left, exact=exact) if clearly else 0.0
     parts = ((cause, first_share), (second, gain))
     return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
 

@@ -161,14 +161,18 @@ def _fitted(
 
 
 def _temperature(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    best = _fitted_temperature(logits, target)
+    return {f"temperature:{best:.6g}": logits.under(Head(best, logits.head.truncation))}
+
+
+def _fitted_temperature(logits: Logits, target: Floats) -> float:
     def at(log_t: float) -> Tensor:
         return logits.under(Head(float(np.exp(log_t)), logits.head.truncation))
 
     now = float(np.log(logits.head.temperature))
     grid = [now + step for step in (-1.6, -0.7, -0.25, -0.05, -0.003, 0.0, 0.003, 0.05, 0.25, 0.7, 1.6)]
     value, _ = _fitted(at, target, grid, neutral=now)
-    chosen = _rounded(lambda t: _gap(at(float(np.log(t))).numpy(), target), float(np.exp(value)))
-    return {f"temperature:{chosen:.6g}": at(float(np.log(chosen)))}
+    return _rounded(lambda t: _gap(at(float(np.log(t))).numpy(), target), float(np.exp(value)))
 
 
 def _rounded(loss: Callable[[float], float], value: float) -> float:
@@ -204,8 +208,8 @@ def _temperatures(logits: Logits, target: Floats) -> dict[str, Tensor]:
         for one in np.unique(part):
             here = torch.from_numpy(part == one)
             some = replace(logits, values=logits.values[here], ids=logits.ids[here])
-            ((name, logps[here]),) = _temperature(some, target[part == one]).items()
-            values.append(float(name.partition(":")[2]))
+            values.append(_fitted_temperature(some, target[part == one]))
+            logps[here] = some.under(Head(values[-1], some.head.truncation))
         found[f"temperature:another {words}, {min(values):.3g} to {max(values):.3g}"] = logps
     return found
 
@@ -398,33 +402,39 @@ def _extra_mass(logits: Logits, target: Floats) -> dict[str, Tensor]:
 
 
 def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tensor]:
-    """Log-probs (N,) under a temperature together with top-p or top-k; arguments as for :func:`truncation_tests`.
+    """Log-probs (N,) under a temperature together with top-p, top-k or both; arguments as for :func:`truncation_tests`.
 
-    For each truncation the kept tokens are found once, at the temperature that fits alone. On them the temperature is
-    fitted again.
+    For each truncation the kept tokens are found at the temperature that fits alone, and on them the temperature is
+    fitted again. For the best ones this is repeated, because other tokens are kept at another temperature.
     """
-    ((alone, _),) = _temperature(logits, target).items()
-    temperature = float(alone.partition(":")[2])
-    cuts = [Truncation(top_p=p) for p in (0.5, 0.8, 0.9, 0.95, 0.98)]
-    if (rank := int(ranks.max()) + 1) < 1000:
-        cuts.append(Truncation(top_k=rank))
-    best: tuple[float, float, Truncation] | None = None
-    for cut in cuts:
-        scaled = logits.values / temperature
-        kept = truncated_support(scaled, cut).weights(scaled) > 0
-        kept[torch.arange(len(kept)), logits.ids] = True  # a token that is cut by a hair says nothing
-        on_kept = replace(logits, values=logits.values.masked_fill(~kept, -torch.inf), head=Head())
-        ((name, logps),) = _temperature(on_kept, target).items()
-        left = _gap(logps.numpy(), target)
-        if best is None or left < best[0]:
-            best = (left, float(name.partition(":")[2]), cut)
-    assert best is not None
-    _, temperature, cut = best
-    logps = logits.under(Head(temperature, cut))
-    option = f"top_k {cut.top_k}" if cut.top_k else f"top_p {cut.top_p:g}"
-    return {f"temperature:{temperature:.4g} + truncated_sampling:{option}": logps}
+    alone = _fitted_temperature(logits, target)
+    rank = int(ranks.max()) + 1
+    sizes = [0, *(_not_below(rank, TOP_KS)[:MOST_SIZES] if rank < 1000 else [])]
+    cuts = [Truncation(top_p=p, top_k=k) for p in (1.0, *COMMON_TOP_PS) for k in sizes if p < 1 or k]
+    tried = [(*_on_kept(logits, target, cut, alone), cut) for cut in cuts]
+    again = [
+        (*_on_kept(logits, target, cut, temperature), cut)
+        for _, temperature, cut in sorted(tried, key=lambda one: one[0])[:NEAREST]
+    ]
+    _, temperature, cut = min([*tried, *again], key=lambda one: one[0])
+    exact = _rounded(lambda t: _gap(logits.under(Head(t, cut)).numpy(), target), temperature)
+    options = [f"top_p {cut.top_p:g}"] * (cut.top_p < 1) + [f"top_k {cut.top_k}"] * (cut.top_k > 0)
+    name = f"temperature:{exact:.4g} + truncated_sampling:{', '.join(options)}"
+    return {name: logits.under(Head(exact, cut))}
 
 
+def _on_kept(logits: Logits, target: Floats, cut: Truncation, temperature: float) -> tuple[float, float]:
+    """The distance that the best temperature leaves on the tokens that are kept at ``temperature``, and its value."""
+    scaled = logits.values / temperature
+    kept = truncated_support(scaled, cut).weights(scaled) > 0
+    kept[torch.arange(len(kept)), logits.ids] = True  # a token that is cut by a hair says nothing
+    on_kept = replace(logits, values=logits.values.masked_fill(~kept, -torch.inf), head=Head())
+    best = _fitted_temperature(on_kept, target)
+    return _gap(on_kept.under(Head(best)).numpy(), target), best
+
+
+COMMON_TOP_PS, MOST_SIZES = (0.5, 0.8, 0.9, 0.95, 0.98), 4
+"""Top-p that is tried together with a temperature, and sizes of top-k."""
 TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 TOP_KS = (2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500)
 MIN_PS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
