@@ -31,13 +31,13 @@ ROUNDINGS = {
     "bfloat16": {"bf16_engine": None},
     "float16": {"fp16_engine": None},
 }
-"""Data type of the engine -> kinds of the tune side that it has, and the rounding of its weights."""
-HELD_OUT = (
+"""Data type of the engine -> kinds that it has, and the rounding of its weights."""
+INJECTED = (
     "clean", "thinking_of_the_last_turn_removed", "tool_result_as_python", "special_tokens_as_text",
     "first_shard_alone", "ema_weights", "transposed_weight", "gate_and_up_swapped", "adapter_of_two_versions",
     "int4_in_the_mlps", "mxfp4_weights", "embedding_dropout", "rows_tiled", "logps_in_bf16",
 )  # fmt: skip
-"""Kinds of the report side that a real engine has: in the prompts, in the weights, or behind the engine."""
+"""Kinds of the second round that a real engine has: in the prompts, in the weights, or behind the engine."""
 
 
 @dataclass
@@ -68,7 +68,8 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.out / args.split
     (folder / "done").mkdir(parents=True, exist_ok=True)
-    names = ROUNDINGS[args.dtype] if args.split == "tune" else HELD_OUT if args.dtype == "float32" else ()
+    known = dict.fromkeys([*ROUNDINGS[args.dtype], *(INJECTED if args.dtype == "float32" else ())])
+    names = [name for name in known if name in CLEANS or kind_of(name).split == args.split]
     cases = list(todo(folder, [name for name in names if args.kinds is None or name in args.kinds], args))
     if not cases:
         return
@@ -104,7 +105,7 @@ def real_world(world: World, engine: ColocateEngine) -> RealWorld:
 def made(world: RealWorld, name: str, dtype: str) -> Made:
     """What came of a kind: its own injection, or another precision of the engine."""
     inject = kind_of(name).inject
-    if name in HELD_OUT and name in KINDS:
+    if name in INJECTED and name in KINDS:
         assert inject is not None
         return inject(world)
     rounding = ROUNDINGS[dtype][name]
