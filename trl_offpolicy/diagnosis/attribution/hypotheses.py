@@ -177,8 +177,8 @@ def _caches(search: Search) -> Iterator[Intervention]:
 def _prefixes(search: Search) -> Iterator[Intervention]:
     """Weights at hand in the keys and values of the prompts alone: a prefix cache that was kept over a sync."""
     bench = search.bench
-    if search.side == "trainer":
-        return  # it has no cache
+    if search.side == "trainer" or getattr(bench.model, "_is_stateful", False):
+        return  # a trainer has no cache, and a state (Mamba) is no keys and values
     contexts = sorted(bench.weights, key=lambda name: search.left.get(name, 1.0))[:MOST_PREFIXES]
     for name in contexts:
         detail = name.partition(":")[2]

@@ -64,7 +64,7 @@ def _score_row(
     held, cache = cached_tokens(len(prompt), block), None
     if held:
         with inside():
-            cache = model(input_ids=ids[:, :held], use_cache=True, logits_to_keep=1).past_key_values
+            cache = model(input_ids=ids[:, :held], use_cache=True).past_key_values
     logits = model(input_ids=ids[:, held:], past_key_values=cache, use_cache=True).logits[0]
     logps = head.logps(logits[len(prompt) - 1 - held : -1].float().cpu())
     return logps.gather(1, ids[0, len(prompt) :, None].cpu())[:, 0].double().numpy()

@@ -31,11 +31,11 @@ def search_versions(search: Search) -> None:
     if len(held) < 2:
         return
     whole, within = chosen_versions(list(held.values()), search.target)
-    for words, chosen in (("in each response", whole), ("along the responses", within)):
+    for words, chosen in (("each response", whole), ("parts of the responses", within)):
         used = np.unique(chosen[np.isfinite(search.plain.logps)])
         if len(used) > 1:
-            logps = np.choose(chosen, list(held.values()))
-            search.add(f"stale_weights:other ones {words} ({', '.join(np.array(list(held))[used])})", logps)
+            versions = ", ".join(np.array(list(held))[used])
+            search.add(f"stale_weights:{words}{PART}{versions}", np.choose(chosen, list(held.values())))
 
 
 def chosen_versions(scored: Sequence[Floats], target: Floats) -> tuple[Array, Array]:
