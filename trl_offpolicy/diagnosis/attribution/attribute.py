@@ -112,14 +112,16 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     signatures = [s for s in read_signatures(features, limits) if not _impossible(evidence, s.cause)]
     answers = [
         *_seen(evidence, features),
-        *_tested(evidence),
+        *_tested(evidence, features),
         *_by_trace(evidence, features, signatures),
     ]
     answers.sort(key=lambda one: (-one.confidence, -one.explained if math.isfinite(one.explained) else 0.0))
     # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
     certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= BEYOND_NOISE
     first = {s.cause: s for s in reversed(signatures)}
-    for cause in ("dropout", "unreported_sampling", "none"):
+    agrees = first["none"].score >= 0.5  # then a fault that is no mismatch is what there is to tell
+    unseen = ("repeated_draws", "nonfinite") if agrees else ()
+    for cause in ("dropout", "unreported_sampling", *unseen, "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
             sure = CONFIDENCE[cause]
             if cause == "dropout" and evidence.trainer is not None and evidence.trainer.dropout == 0.0:
@@ -189,6 +191,8 @@ def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None)
 
 CONFIDENCE = {
     "none": 0.95,
+    "repeated_draws": 0.9,
+    "nonfinite": 0.9,
     "unreported_sampling": 0.8,
     # Traces in log-probs that hardly any other cause leaves.
     "tool_tokens": 0.85,
@@ -213,9 +217,15 @@ DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
 
+NO_MISMATCH = ("none", "repeated_draws", "nonfinite", "unreported_sampling")
+"""Answers that no difference of log-probs leaves."""
 FITTED = ("temperature",)
 """Causes whose tests find what is not known about them, so that a test which fails speaks against them. Truncated
 sampling has other forms than those that are tested."""
+PARTLY = 0.7
+"""The same for a precision whose simulation explains less than most of the mismatch."""
+COARSE = ("int4", "nf4", "fp4")
+"""Formats that change a model so much that any damage of it is like them: they must explain most of the mismatch."""
 IN_PART = 0.8
 """The same for weights that are like a part of those at hand."""
 EXACT_WAY = 0.01
@@ -235,7 +245,7 @@ def _of_left(cause: str, left: float, *, exact: bool = False) -> float:
     if left <= 0.05:
         return 0.97
     if cause == "precision" and left <= REDUCED:
-        return 0.9 if left <= REMOVED else 0.7
+        return 0.9 if left <= REMOVED else PARTLY
     if left <= CLOSE:
         return 0.75
     if left <= REMOVED and not exact:
@@ -292,7 +302,7 @@ def _held_against(evidence: TokenEvidence, features: Features, answer: _Answer) 
 # --------------------------------------------------------------------------------------------------- what was tested
 
 
-def _tested(evidence: TokenEvidence) -> list[_Answer]:
+def _tested(evidence: TokenEvidence, features: Features) -> list[_Answer]:
     """The tests with the model, the best one of each cause."""
     if REFERENCE not in evidence.tested:
         return []
@@ -312,9 +322,19 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
+    found = [_like_rounding(evidence, features, one) for one in found]
     exact = evidence.both_exact
     found += [_in_part(side, left, detail, exact=exact) for left, detail in in_part.values() if left < 0.95]
     return _less_sure(found)
+
+
+def _like_rounding(evidence: TokenEvidence, features: Features, answer: _Answer) -> _Answer:
+    """A precision that explains only a part is less sure where the mismatch is not like rounding."""
+    if answer.cause != "precision" or 1 - answer.explained <= REMOVED:
+        return answer
+    if answer.parts or any(name in answer.detail for name in COARSE):
+        return replace(answer, confidence=CONTRADICTED * answer.confidence)
+    return _held_against(evidence, features, answer)
 
 
 def _keep(best: dict[str, tuple[float, str]], key: str, left: float, detail: str) -> None:
@@ -387,7 +407,7 @@ def _member(evidence: TokenEvidence, cause: str) -> str:
 
 def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[Signature]) -> list[_Answer]:
     """Traces in the log-probs, and declared differences that they do not contradict."""
-    passed = [s for s in signatures if s.score >= 0.5 and s.cause not in ("none", "unreported_sampling")]
+    passed = [s for s in signatures if s.score >= 0.5 and s.cause not in NO_MISMATCH]
     passed = [s for s in passed if not _denied(evidence, s.cause)]
     ruled_out: frozenset[str] = frozenset()
     if evidence.engine is not None and evidence.trainer is not None:

@@ -136,7 +136,7 @@ def _swapped(books: Books) -> Floats | None:
 
 def _moved_alone(books: Books) -> Floats:
     """Each disagreeing row moved by the number of tokens that fits it, as rows padded on the wrong side are."""
-    plain, target = books.plain.logps, books.target
+    plain, target = books.plain.logps, np.where(books.evidence.observed, books.target, np.nan)
     out, width = plain.copy(), plain.shape[1]
     for row in np.flatnonzero(books.differs & np.isfinite(plain).any(1)):
         best, least = 0, np.inf
@@ -150,7 +150,7 @@ def _moved_alone(books: Books) -> Floats:
 
 def _broken(books: Books) -> Floats:
     """From the first token that disagrees, a disagreeing row is a token late or early; that token is left out."""
-    plain, target = books.plain.logps, books.target
+    plain, target = books.plain.logps, np.where(books.evidence.observed, books.target, np.nan)
     out, noise = plain.copy(), 20 * min(noise_rms(books.evidence), 1e-3)
     for row in np.flatnonzero(books.differs & np.isfinite(plain).any(1)):
         gap = np.abs(plain[row] - target[row])

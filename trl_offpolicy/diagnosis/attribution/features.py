@@ -8,6 +8,7 @@ token by about 1 - p times that noise. So z of rounding errors has about the sam
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,10 @@ LARGEST_FLOOR = 5e-3
 """Largest KL k3 between two scorings that arithmetic explains, nats per token: float32, float16, and bfloat16."""
 SAME_TOKEN = 0.02
 """|d| in nats up to which a log-prob that may be the most likely token's is that of the sampled one."""
+OVERLAP = 0.6
+"""Share of a row's tokens that another row must have to be compared with it."""
+IMPROBABLE = 1e-4
+"""Probability of a response below which its copy in the group is no chance, as ``rollout/copied_fraction`` has it."""
 FORCED = -1e-3
 """log(old / mu) below which a token that the engine was certain of is not one that the trainer was certain of, too."""
 
@@ -70,8 +75,11 @@ class Features:
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         forced_alone: share of these tokens without another one beside them.
         forced_last: share of these tokens in runs up to the end of their row.
+        forced_depth: largest -d of these tokens, nats.
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
             entropies.
+        copied: share of the responses of a probability below 1e-4 that another one of their group equals.
+        missing: share of the trainable tokens without a finite log-prob of the engine, and of the trainer.
         all_zero: every a is exactly 0.
         scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
             median is noise.
@@ -133,7 +141,10 @@ class Features:
     has_experts: bool = False
     forced_alone: float = 0.0
     forced_last: float = 0.0
+    forced_depth: float = 0.0
     forced_z: float = float("nan")
+    copied: float = 0.0
+    missing: tuple[float, float] = (0.0, 0.0)
     all_zero: bool = False
     scatter: float = float("inf")
     top_z: float = float("nan")
@@ -211,7 +222,10 @@ def extract(evidence: TokenEvidence) -> Features:
         has_experts=any(side is not None and side.experts for side in (evidence.engine, evidence.trainer)),
         forced_alone=_alone(forced),
         forced_last=_last(forced, seen),
+        forced_depth=float(np.max(-d[forced], initial=0.0)),
         forced_z=_surprise(evidence, np.where(forced, b, np.nan))[1],
+        copied=_copied(evidence),
+        missing=_missing(evidence),
         all_zero=not np.any(log_mu),
         scatter=_scatter(flat, noise),
         top_z=_top_z(log_mu, flat),
@@ -248,6 +262,29 @@ def _missing_tail(d: Array) -> float:
     """
     missing = np.clip(-np.expm1(np.minimum(d, 0.0)), 0.0, 1.0)
     return float(np.mean(np.where(missing > 0, -missing * np.log(np.where(missing > 0, missing, 1.0)), 0.0)))
+
+
+def _missing(evidence: TokenEvidence) -> tuple[float, float]:
+    """Share of the trainable tokens without a finite log-prob of the engine, and of the trainer."""
+    mask = evidence.completion_mask.astype(bool)
+    sides = (evidence.sampling_per_token_logps, evidence.old_per_token_logps)
+    engine, trainer = (float(np.mean(~np.isfinite(side[mask]))) for side in sides)
+    return engine, trainer
+
+
+def _copied(evidence: TokenEvidence) -> float:
+    """Share of the improbable responses that another one of their group equals; 0 without token ids and groups."""
+    if evidence.token_ids is None or evidence.group_ids is None:
+        return 0.0
+    seen = evidence.observed
+    improbable = np.where(seen, evidence.sampling_per_token_logps, 0.0).sum(1) < np.log(IMPROBABLE)
+    rows = [
+        (group, tuple(ids[keep].tolist()))
+        for group, ids, keep in zip(evidence.group_ids.tolist(), evidence.token_ids, seen, strict=True)
+    ]
+    counts = Counter(rows)
+    copies = [counts[row] > 1 for row, rare in zip(rows, improbable, strict=True) if rare]
+    return float(np.mean(copies)) if copies else 0.0
 
 
 def _last(marked: Array, seen: Array) -> float:
@@ -315,7 +352,7 @@ def _impossible_entropies(entropies: Array, b: Array) -> bool:
 def fitting_rows(a: Array, b: Array, rows: Array) -> dict[int, tuple[int, float]]:
     """For each of some rows of a the row of b that fits it best, and its distance as a share of that in place.
 
-    Rows of about the same number of tokens are compared.
+    Rows are compared over the tokens that both have, which must be most of the row's.
 
     Args:
         a: (B, T) log-probs that may be another row's.
@@ -326,8 +363,9 @@ def fitting_rows(a: Array, b: Array, rows: Array) -> dict[int, tuple[int, float]
     found = {}
     for row in np.flatnonzero(rows).tolist():
         own = distance(_cut(a[row] - b[row]))
-        others = [r for r in range(len(b)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
-        gaps = {r: distance(_cut(a[row] - b[r])) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3}
+        enough = max(3, OVERLAP * lengths[row])
+        others = [r for r in range(len(b)) if r != row and lengths[r] >= enough]
+        gaps = {r: distance(_cut(a[row] - b[r])) for r in others if np.isfinite(a[row] - b[r]).sum() >= enough}
         if gaps and own > 0:
             best = min(gaps, key=lambda r: gaps[r])
             found[row] = (best, gaps[best] / own)

@@ -419,7 +419,8 @@ def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tenso
     _, temperature, cut = min([*tried, *again], key=lambda one: one[0])
     exact = _rounded(lambda t: _gap(logits.under(Head(t, cut)).numpy(), target), temperature)
     options = [f"top_p {cut.top_p:g}"] * (cut.top_p < 1) + [f"top_k {cut.top_k}"] * (cut.top_k > 0)
-    name = f"temperature:{exact:.4g} + truncated_sampling:{', '.join(options)}"
+    words = f"truncated_sampling:{', '.join(options)}"
+    name = words if exact == logits.head.temperature else f"temperature:{exact:.4g} + {words}"
     return {name: logits.under(Head(exact, cut))}
 
 
@@ -444,14 +445,15 @@ NEAREST = 3
 
 
 def _not_above(bound: float, usual: Sequence[float], *, exact: Sequence[float]) -> list[float]:
-    """The bound and the usual values next below it.
+    """The bound, the usual values next below it, and the next above: engines differ by one token at the edge.
 
     Example:
         >>> _not_above(0.913, (0.8, 0.85, 0.9, 0.95), exact=(0.91, 0.913))
-        [0.91, 0.913, 0.9, 0.85, 0.8]
+        [0.91, 0.913, 0.9, 0.85, 0.8, 0.95]
     """
     below = [value for value in sorted(usual, reverse=True) if value <= bound][:NEAREST]
-    return [value for value in dict.fromkeys([*exact, *below]) if 0 < value < 1]
+    above = [value for value in sorted(usual) if value > bound][:1]
+    return [value for value in dict.fromkeys([*exact, *below, *above]) if 0 < value < 1]
 
 
 def _not_below(bound: int, usual: Sequence[int]) -> list[int]:

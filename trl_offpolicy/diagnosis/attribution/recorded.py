@@ -201,6 +201,8 @@ def _not_weights(course: Course, found: Attribution, evidence: TokenEvidence) ->
     A replica with other settings, or other prompts in some steps, come and go as well. Only weights that change make
     equal tokens differ alike. From nothing, and then more with each step, is what only they do.
     """
+    if found.features.forced > Limits.forced:
+        return f"{found.features.forced:.0%} of it is at tokens whose sampling log-prob is exactly 0"
     if but := against(evidence, found.features, "stale_weights"):
         return but
     alike, early = found.features.by_token, found.features.early

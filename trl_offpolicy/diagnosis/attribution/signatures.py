@@ -24,6 +24,7 @@ class Limits:
         self_ratio: below it the trainer differs more from itself than from the engine.
         self_equal: times the distance to itself up to which the engine agrees, so that the second scoring is at fault:
             with dropout the engine differs half as much.
+        largest_dropout: KL k3 of two scorings, nats per token, above which they are of other tokens.
         exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
@@ -50,6 +51,7 @@ class Limits:
         lean: |mean| / root mean square of d up to which it is: rounding has no direction.
         exact: share of the distance left below which another place, row or unit fits exactly.
         agreed: times the size of d that the surprise must have: below it, both sides differ enough to explain it.
+        copied: share of the improbable responses that another one of the group equals.
         surprise: |mean of -log p - entropy| (nats) above which tokens may have been drawn from another one.
         surprise_z: the same in standard errors.
     """
@@ -57,6 +59,7 @@ class Limits:
     floor_factor: float = 2.0
     self_ratio: float = 0.8
     self_equal: float = 0.1
+    largest_dropout: float = 3.0
     exact_rows: float = 0.05
     forced: float = 0.5
     forced_alone: float = 0.5
@@ -83,6 +86,7 @@ class Limits:
     lean: float = 0.15
     exact: float = 0.05
     agreed: float = 10.0
+    copied: float = 0.05
     surprise: float = 0.03
     surprise_z: float = 4.0
 
@@ -149,6 +153,20 @@ def _unreported(f: Features, limits: Limits) -> Signature:
     return Signature("unreported_sampling", score, text)
 
 
+def _repeated(f: Features, limits: Limits) -> Signature:
+    """Both sides agree, but responses are copies of each other."""
+    text = f"{f.copied:.0%} of the improbable responses equal another one of their group"
+    return Signature("repeated_draws", above(f.copied, limits.copied) if f.copied else 0.0, text)
+
+
+def _lost(f: Features, _limits: Limits) -> Signature:
+    """Tokens without a finite log-prob, which are left out of everything else."""
+    engine, trainer = f.missing
+    side, share = ("engine", engine) if engine >= trainer else ("trainer", trainer)
+    text = f"{share:.1%} of the tokens have no finite log-prob of the {side}, and are left out"
+    return Signature("nonfinite", 1.0 if share else 0.0, text)
+
+
 def _dropout(f: Features, limits: Limits) -> Signature:
     """The trainer differs from itself by more than arithmetic, and more than from the engine.
 
@@ -157,7 +175,7 @@ def _dropout(f: Features, limits: Limits) -> Signature:
     # Each token has its own noise, so no row agrees. Padding spares the rows of the longest prompt.
     everywhere = f.exact_rows <= limits.exact_rows
     engine_agrees = f.k3 < min(limits.self_equal * f.floor, f.trusted_floor)
-    itself = f.floor > f.trusted_floor and not engine_agrees
+    itself = f.trusted_floor < f.floor < limits.largest_dropout and not engine_agrees
     score = below(f.self_ratio, limits.self_ratio) if itself and everywhere else 0.0
     text = (
         f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
@@ -197,6 +215,8 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
     Greedy requests give zeros as well, of likelier tokens than draws are. Of zeros alone nothing is known.
     """
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
+    if f.forced_depth < math.log(2):
+        return Signature("tool_tokens", 0.0, text + ", all of them likely: alone in a nucleus, or rounded to 1")
     if f.forced_last > limits.forced_last and f.forced_z < -limits.surprise_z:
         text += f", likelier ones than draws (z = {f.forced_z:.1f}): greedy requests (temperature 0)"
         return Signature("temperature", above(f.forced, limits.forced), text)
@@ -205,6 +225,8 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
     if f.forced_last > limits.forced_last and not f.all_zero:
         text += f", {f.forced_last:.0%} of them in runs to the end of their row: filled up"
         return Signature("misalignment", above(f.forced, limits.forced), text)
+    if f.all_zero and f.forced_z >= -limits.surprise_z:
+        return Signature("misalignment", 1.0, "all sampling log-probs are 0, at tokens as rare as draws: lost")
     return Signature("tool_tokens", above(f.forced, limits.forced), text)
 
 
@@ -275,8 +297,8 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted, _swapped, _elsewhere,
-    _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
+    _none, _repeated, _lost, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted,
+    _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
