@@ -40,8 +40,10 @@ def test_log_probs_that_were_filled_up_are_no_tools_output() -> None:
 
 
 def test_zeros_alone_say_nothing() -> None:
-    """A greedy engine reports 0 for each of its tokens; so does one whose log-probs were lost."""
-    assert attribute(reported(np.zeros_like)).cause == "unknown"
+    """A greedy engine gives 0 for each token, and so does one whose log-probs were lost: entropies tell them apart."""
+    lost = reported(np.zeros_like)
+    assert attribute(replace(lost, entropies=None)).cause == "unknown"
+    assert attribute(lost).cause == "misalignment"  # its tokens are as rare as draws
 
 
 def test_text_that_a_grammar_forces_is_no_tools_output_where_no_tools_are_in_use() -> None:
@@ -112,7 +114,7 @@ def test_copies_of_completions_are_no_other_sampling() -> None:
         clean = make("none", seed=seed)
         first = np.arange(ROWS) // 16 * 16
         arrays = {name: value[first] for name, value in vars(clean).items() if isinstance(value, np.ndarray)}
-        assert attribute(replace(clean, **arrays)).cause == "none"
+        assert attribute(replace(clean, **arrays)).cause == "repeated_draws"
 
 
 def test_entropies_that_cannot_be_are_not_believed() -> None:

@@ -110,6 +110,7 @@ OTHERS = {
     "the beginning missing (3 to 4 tokens)": [ids[len(ids) // 3 :] for ids in PROMPTS],
     "tokens 4 to 6": [[*ids[:4], *ids[7:]] for ids in PROMPTS],
     "first token doubled": [[ids[0], *ids] for ids in PROMPTS],
+    "the last 3 tokens twice": [[*ids, *ids[-3:]] for ids in PROMPTS],
     "a token 1 more at the end": [[*ids, 1] for ids in PROMPTS],
     "that of another group, in 4 of the rows": [PROMPTS[row] for row in (2, 3, 0, 1, 4, 5, 6, 7)],
     "the row before": [
@@ -202,7 +203,13 @@ SETTINGS = {
     "RoPE on neighbours": (attention.interleaved_rope, "model_config"),
     "activation relu": (lambda m: changes.activation(m, "relu"), "model_config"),
     "RoPE of type llama3, factor 8": (lambda m: changes.rope_type(m, "llama3", 8.0), "model_config"),
-    "bf16 weights of the output head": (lambda m: changes.rounded_head(m, "bf16", whole=False), "precision"),
+    "bf16 weights of the output head": (
+        lambda m: changes.rounded_head(m, "bf16", inputs=False, logits=False), "precision"
+    ),
+    "bf16 output head with float32 logits": (lambda m: changes.rounded_head(m, "bf16", logits=False), "precision"),
+    "attention scores and shares in bf16": (
+        lambda m: changes.cache_changes(m)["precision:attention scores and shares in bf16"](), "precision"
+    ),
     "fp8 (e5m2) KV cache": (lambda m: changes.rounded_cache("fp8 (e5m2)"), "precision"),
     "int4 weights in groups of 32": (
         lambda m: precision.changed_weights(m, lambda w: precision.round_int4(w, group=32)), "precision"
@@ -286,13 +293,28 @@ def test_nf4_keeps_the_largest_of_each_block() -> None:
     assert float((near - weight).abs().max()) <= 0.16 * 3.0 and len(near.unique()) <= 32
 
 
+def test_chunks_of_attention_are_measured(model: Any) -> None:
+    engine = score_in_layout(model, PROMPTS, IDS, Layout(chunk=8), prompt_width=0)
+    found = answer(model, engine)
+    assert (found.cause, found.detail) == ("model_config", "attention in chunks of 8 tokens"), found.detail
+
+
+def test_padding_between_that_is_neither_attended_nor_counted_changes_nothing(model: Any) -> None:
+    apart = score_in_layout(model, PROMPTS, IDS, Layout(between=True), prompt_width=20)
+    np.testing.assert_allclose(apart, scored(model).logps, atol=1e-4)
+
+
 def test_an_attention_window_is_measured(model: Any) -> None:
     engine = score_in_layout(model, PROMPTS, IDS, Layout(window=11), prompt_width=12)
     found = answer(model, engine)
     assert (found.cause, found.detail) == ("model_config", "attention window of 11 tokens"), found.detail
 
 
-@pytest.mark.parametrize("layout", [Layout(gap=True), Layout(reset=True)])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(gap=True), Layout(reset=True), Layout(between=True, counted=True)],
+    ids=["gap", "reset", "between"],
+)
 def test_positions_that_do_not_go_on_are_padding(model: Any, layout: Layout) -> None:
     trainer = score_in_layout(model, PROMPTS, IDS, layout, prompt_width=max(map(len, PROMPTS)))
     plain = scored(model).logps

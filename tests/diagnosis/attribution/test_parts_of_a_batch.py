@@ -275,3 +275,81 @@ def test_a_test_that_leaves_most_tokens_out_explains_nothing(model: Any) -> None
     some = evidence.sampling_per_token_logps.copy()
     some[:, 4:] = np.nan
     assert search.add("misalignment:moved far", some) > 1.0
+
+
+def test_top_p_without_the_token_that_reaches_it_is_told_apart(model: Any) -> None:
+    logits = logits_of(model, PROMPTS, IDS, range(8), Head())
+    ranked, order = logits.values.softmax(1).sort(1, descending=True)
+    kept = ranked.cumsum(1) <= 0.9
+    kept[:, 0] = True
+    drawn = order[:, 0].clone()
+    part = replace(logits, ids=drawn)  # the most likely tokens, which are always kept
+    target = (part.plain - torch.log((ranked * kept).sum(1))).double().numpy()
+    found = sampling_tests(part, target, np.zeros(len(drawn)), ranked[:, 0].log().double().numpy())
+    name = "truncated_sampling:top_p 0.9 without the token that reaches it"
+    np.testing.assert_allclose(found[name].numpy(), target, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ traces without tests
+
+
+def drawn(rows: int = 12, length: int = 24, *, greedy: bool = False) -> tuple[Any, Any, Any]:
+    """Log-probs and entropies of tokens that were drawn, or of the most likely ones, and the tokens."""
+    chance = np.random.default_rng(0)
+    logits = chance.normal(0, 2.0, (rows, length, 30))
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids = (logps + (0 if greedy else chance.gumbel(size=logps.shape))).argmax(-1)
+    own = np.take_along_axis(logps, ids[..., None], -1)[..., 0]
+    return own, -(np.exp(logps) * logps).sum(-1), ids
+
+
+def traced(engine: Any, trainer: Any, entropies: Any = None, ids: Any = None) -> Any:
+    return attribute(
+        TokenEvidence(
+            sampling_per_token_logps=engine, old_per_token_logps=trainer, completion_mask=np.ones(trainer.shape, bool),
+            entropies=entropies, token_ids=ids, group_ids=np.arange(len(trainer)) // 4,
+        )
+    )  # fmt: skip
+
+
+def test_zeros_that_were_lost_and_zeros_of_tokens_alone_in_a_nucleus() -> None:
+    own, entropies, _ = drawn()
+    lost = traced(np.zeros_like(own), own, entropies)
+    assert lost.cause == "misalignment" and "lost" in lost.reasons[0]
+    likely = np.where(np.random.default_rng(1).random(own.shape) < 0.2, -0.05, own)
+    nucleus = traced(np.where(likely == -0.05, 0.0, likely), likely)
+    assert nucleus.cause != "misalignment", nucleus.reasons
+
+
+def test_greedy_rows_are_likelier_than_draws() -> None:
+    own, entropies, _ = drawn(rows=16)
+    greedy = np.arange(16)[:, None] % 4 == 3
+    likeliest = np.where(greedy, drawn(rows=16, greedy=True)[0], own)
+    found = traced(np.where(greedy, 0.0, likeliest), likeliest, entropies)
+    assert found.cause == "temperature" and "greedy" in found.reasons[0], found.reasons
+
+
+def test_minus_the_entropies_are_no_log_probs() -> None:
+    own, entropies, _ = drawn()
+    found = traced(-entropies, own, entropies)
+    assert found.cause == "misalignment" and "minus the entropies" in found.reasons[0]
+
+
+def test_copies_and_lost_log_probs_are_told_where_both_sides_agree() -> None:
+    own, _, ids = drawn()
+    assert traced(own, own, ids=ids).cause == "none"
+    own, ids = own.copy(), ids.copy()
+    own[1], ids[1] = own[0], ids[0]
+    copied = traced(own, own, ids=ids)
+    assert copied.cause == "repeated_draws" and "17%" in copied.reasons[0]
+    ids[4], own[4] = ids[8], own[8]  # of another group: no copy
+    assert traced(own[2:], own[2:], ids=ids[2:]).cause != "repeated_draws"
+    lost = np.where(np.arange(len(own))[:, None] == 5, np.nan, own)
+    found = traced(lost, own)
+    assert found.cause == "nonfinite" and "8.3%" in found.reasons[0] and "engine" in found.reasons[0]
+
+
+def test_rows_of_a_sorted_batch_that_was_not_put_back(model: Any) -> None:
+    plain = scored(model)
+    found = answer(model, plain, plain[::-1].copy())
+    assert found.cause == "misalignment" and "swapped rows" in found.detail, (found.cause, found.detail)

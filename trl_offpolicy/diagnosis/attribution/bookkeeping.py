@@ -23,6 +23,8 @@ MOST_MOVED = 3
 """Tokens by which all rows may be moved."""
 LEAST_OVERLAP = 5
 """Tokens that two rows must share to be compared."""
+SWAPPED = 0.5
+"""Share of the disagreeing rows that must be those of another row, so that the others are too."""
 DECIMALS = (1, 2, 3, 4)
 CAUSE = "misalignment"
 
@@ -121,7 +123,10 @@ def _limits(books: Books, so: Callable[[str, Floats], Intervention]) -> Iterator
 
 
 def _swapped(books: Books) -> Floats | None:
-    """Disagreeing rows with the log-probs of the row that fits them."""
+    """Disagreeing rows with the log-probs of the row that fits them; if most have one, the others are left out.
+
+    A row that got those of a much shorter one holds what was behind them, and fits none.
+    """
     plain = books.plain.logps
     held = books.differs & np.isfinite(plain).any(1)
     found = fitting_rows(books.target, books.whole, held)
@@ -129,6 +134,8 @@ def _swapped(books: Books) -> Floats | None:
     if not good:
         return None
     out = plain.copy()
+    if len(good) >= max(2, SWAPPED * held.sum()):
+        out[held] = np.nan
     for row, other in good.items():
         out[row] = books.whole[other]
     return out

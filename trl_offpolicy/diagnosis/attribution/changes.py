@@ -22,6 +22,7 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     interleaved_rope,
     replaceable,
     rounded_attention,
+    shown_attention,
     tf32_attention,
 )
 from trl_offpolicy.diagnosis.attribution.parts import type_of
@@ -149,15 +150,16 @@ _STORED: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @contextmanager
-def rounded_head(model: Any, kind: str, *, whole: bool = True) -> Iterator[None]:
-    """The output head alone, with weights rounded as ``kind``; whole: "bf16" also rounds its input and the logits."""
+def rounded_head(model: Any, kind: str, *, inputs: bool = True, logits: bool = True) -> Iterator[None]:
+    """The output head alone, with weights rounded as ``kind``; "bf16" and "fp16" also round its input and logits."""
     head = model.get_output_embeddings()
     with ExitStack() as stack:
-        if whole and kind in SIGNIFICANT_BITS:
-            bits = SIGNIFICANT_BITS[kind]
-            before = head.register_forward_pre_hook(lambda _m, inputs: (round_significant(inputs[0], bits),))
-            after = head.register_forward_hook(lambda _m, _i, output: round_significant(output, bits))
+        bits = SIGNIFICANT_BITS.get(kind)
+        if bits is not None and inputs:
+            before = head.register_forward_pre_hook(lambda _m, given: (round_significant(given[0], bits),))
             stack.callback(before.remove)
+        if bits is not None and logits:
+            after = head.register_forward_hook(lambda _m, _i, output: round_significant(output, bits))
             stack.callback(after.remove)
         stack.enter_context(_head_weight(model, parse_rounding(kind)(head.weight.data)))
         yield
@@ -243,8 +245,12 @@ def cache_changes(model: Any) -> dict[str, Inside]:
     if replaceable(model):
         if model.dtype == torch.float32:  # 16 bits have nothing that TF32 cuts off
             found["precision:attention in TF32"] = partial(tf32_attention, model)
-        found["precision:attention in bf16"] = partial(
-            rounded_attention, model, partial(round_significant, bits=SIGNIFICANT_BITS["bf16"])
+        to_bf16 = partial(round_significant, bits=SIGNIFICANT_BITS["bf16"])
+        found["precision:attention in bf16"] = partial(rounded_attention, model, to_bf16)
+        found["precision:attention scores in bf16"] = partial(shown_attention, model, scores=to_bf16)
+        found["precision:attention shares in bf16"] = partial(shown_attention, model, shares=to_bf16)
+        found["precision:attention scores and shares in bf16"] = partial(
+            shown_attention, model, scores=to_bf16, shares=to_bf16
         )
     return found
 
@@ -258,7 +264,10 @@ def head_changes(model: Any) -> dict[str, Inside]:
         f"precision:{kind} output head": partial(rounded_head, model, kind) for kind in ("bf16", "fp16", "int8", "fp8")
     }
     for kind in ("bf16", "fp16"):
-        found[f"precision:{kind} weights of the output head"] = partial(rounded_head, model, kind, whole=False)
+        found[f"precision:{kind} weights of the output head"] = partial(
+            rounded_head, model, kind, inputs=False, logits=False
+        )
+        found[f"precision:{kind} output head with float32 logits"] = partial(rounded_head, model, kind, logits=False)
     if head.weight is not embeddings.weight and head.weight.shape == embeddings.weight.shape:
         found["other_weights:output head tied to the embeddings"] = partial(tied_head, model)
     return found

@@ -25,6 +25,8 @@ CUTS = 16
 """Cuts that are tried before they are refined."""
 MOST_OTHERS = 12
 """Prompts of other rows that are tried."""
+MOST_TWICE = 8
+"""Tokens at the end that may stand there twice, as a generation prompt does that is added again."""
 MOST_BORDERS = 8
 """Special tokens of a prompt whose neighbourhood is tried."""
 STARTS = 3
@@ -111,6 +113,8 @@ class PromptSearch:
         if kind == "added":
             place, token = numbers
             return [*ids[:place], token, *ids[place:]] if 0 <= place <= len(ids) else []
+        if kind == "twice":
+            return ids[: numbers[1]] + ids[numbers[0] :] if 0 <= numbers[0] < numbers[1] <= len(ids) else []
         if kind == "other":
             return list(numbers[0])
         if kind == "before" and row:
@@ -123,6 +127,7 @@ class PromptSearch:
         length = len(ids)
         found: list[Key] = [("added", 0, ids[0]), ("added", length, ids[-1]), ("missing", 0, 1)]
         found += [("missing", length - count, length) for count in (1, 2, 3)]
+        found += [("twice", length - count, length) for count in range(2, MOST_TWICE + 1) if count < length]
         for token in self._specials:
             found += [("added", 0, token), ("added", length, token)]
         return found
@@ -236,6 +241,8 @@ def _translated(search: PromptSearch, row: int, worst: int, key: Key) -> list[Ke
         return [one for one in found if 0 <= one[1] < one[2] <= here]
     if key[0] == "added":
         return [("added", key[1] + here - there, key[2])]
+    if key[0] == "twice":
+        return [("twice", key[1] + here - there, key[2] + here - there)]
     return []
 
 
@@ -250,6 +257,9 @@ def _named(search: PromptSearch, keys: dict[int, Key]) -> str:
         return "padding:the row before is attended (packing without a border)"
     if kinds == {"other"}:
         return f"prompt_difference:that of another group, in {len(keys)} of the rows"
+    if kinds == {"twice"}:
+        counts = {key[2] - key[1] for key in keys.values()}
+        return f"prompt_difference:the last {' or '.join(map(str, sorted(counts)))} tokens twice"
     if kinds == {"added"}:
         return f"prompt_difference:{_added(prompts, keys, search)}"
     missing = [(key[1], key[2], len(prompts[row])) for row, key in keys.items() if key[0] == "missing"]

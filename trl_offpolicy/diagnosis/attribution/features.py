@@ -79,7 +79,7 @@ class Features:
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
             entropies.
         copied: share of the responses of a probability below 1e-4 that another one of their group equals.
-        missing: share of the trainable tokens without a finite log-prob of the engine, and of the trainer.
+        missing_engine, missing_trainer: share of the trainable tokens without a finite log-prob of that side.
         all_zero: every a is exactly 0.
         scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
             median is noise.
@@ -144,7 +144,8 @@ class Features:
     forced_depth: float = 0.0
     forced_z: float = float("nan")
     copied: float = 0.0
-    missing: tuple[float, float] = (0.0, 0.0)
+    missing_engine: float = 0.0
+    missing_trainer: float = 0.0
     all_zero: bool = False
     scatter: float = float("inf")
     top_z: float = float("nan")
@@ -225,7 +226,8 @@ def extract(evidence: TokenEvidence) -> Features:
         forced_depth=float(np.max(-d[forced], initial=0.0)),
         forced_z=_surprise(evidence, np.where(forced, b, np.nan))[1],
         copied=_copied(evidence),
-        missing=_missing(evidence),
+        missing_engine=_missing(evidence, evidence.sampling_per_token_logps),
+        missing_trainer=_missing(evidence, evidence.old_per_token_logps),
         all_zero=not np.any(log_mu),
         scatter=_scatter(flat, noise),
         top_z=_top_z(log_mu, flat),
@@ -264,12 +266,8 @@ def _missing_tail(d: Array) -> float:
     return float(np.mean(np.where(missing > 0, -missing * np.log(np.where(missing > 0, missing, 1.0)), 0.0)))
 
 
-def _missing(evidence: TokenEvidence) -> tuple[float, float]:
-    """Share of the trainable tokens without a finite log-prob of the engine, and of the trainer."""
-    mask = evidence.completion_mask.astype(bool)
-    sides = (evidence.sampling_per_token_logps, evidence.old_per_token_logps)
-    engine, trainer = (float(np.mean(~np.isfinite(side[mask]))) for side in sides)
-    return engine, trainer
+def _missing(evidence: TokenEvidence, logps: Array) -> float:
+    return float(np.mean(~np.isfinite(logps[evidence.completion_mask.astype(bool)])))
 
 
 def _copied(evidence: TokenEvidence) -> float:

@@ -123,14 +123,18 @@ def sampling_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Flo
 
 
 def fitted_sampling(logits: Logits, target: Floats) -> dict[str, Tensor]:
-    """Log-probs (N,) under the temperature that fits best, and under the truncation that does, by ``cause:detail``."""
+    """Log-probs (N,) under the temperature that fits best, the truncation that does, and both, by ``cause:detail``."""
     every = torch.arange(len(logits.ids))
     probs = logits.head.logps(logits.values)
     ranks = (probs > probs[every, logits.ids][:, None]).sum(1).double().numpy()
     top = probs.max(1).values.double().numpy()
     cuts = truncation_tests(logits, target, ranks, top)
     best = min(cuts, key=lambda name: _gap(cuts[name].numpy(), target), default=None)
-    return _temperature(logits, target) | ({} if best is None else {best: cuts[best]})
+    found = _temperature(logits, target) | ({} if best is None else {best: cuts[best]})
+    left = min(_gap(logps.numpy(), target) for logps in found.values())
+    return found | (
+        both_tests(logits, target, ranks) if left > TOGETHER[0] * _gap(logits.plain.numpy(), target) else {}
+    )
 
 
 def processor_tests(logits: Logits, target: Floats, *, stop_ids: Iterable[int] = ()) -> dict[str, Tensor]:
@@ -494,4 +498,21 @@ def truncation_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: F
     ]  # fmt: skip
     for name, cut in cuts:
         found[f"truncated_sampling:{name}"] = logits.under(Head(temperature, cut))
+    return found | _without_the_crossing_one(logits, mass)
+
+
+def _without_the_crossing_one(logits: Logits, mass: float) -> dict[str, Tensor]:
+    """Top-p of kernels that leave out the token with which the mass is reached; the most likely one stays."""
+    ranked, order = (logits.values / logits.head.temperature).softmax(1).sort(1, descending=True)
+    reached = ranked.cumsum(1)
+    place = (order == logits.ids[:, None]).int().argmax(1)
+    found = {}
+    for p in (p for p in TOP_PS if p >= mass):
+        kept = reached <= p
+        kept[:, 0] = True
+        left = torch.log((ranked * kept).sum(1))
+        inside = kept.gather(1, place[:, None])[:, 0]
+        found[f"truncated_sampling:top_p {p:g} without the token that reaches it"] = torch.where(
+            inside, logits.plain - left, -torch.inf
+        )
     return found

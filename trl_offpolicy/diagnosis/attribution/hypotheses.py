@@ -219,6 +219,11 @@ def _numbers(search: Search) -> Iterator[Intervention]:
         yield Intervention(
             "model_config", lambda size: f"attention window of {size:.0f} tokens", windowed, sizes, "whole"
         )
+
+        def chunked(size: float, rows: Sequence[int]) -> Floats:
+            return bench.score_layout(rows, Layout(chunk=int(size)), 0, width=search.width)
+
+        yield Intervention("model_config", lambda size: f"attention in chunks of {size:.0f} tokens", chunked, sizes)
     if not bench.weights and adapter_changes(bench.model):
         yield Intervention(
             "wrong_adapter", lambda factor: f"adapter at {factor:.3g} times its scale",
@@ -399,8 +404,7 @@ def _test_sampling_under_changes(search: Search) -> None:
         logits, at = _observed_logits(search, changes[name])
         if not at[0].size:
             return
-        best = fitted_sampling(logits, search.target[at])
-        for other, logps in best.items():
+        for other, logps in fitted_sampling(logits, search.target[at]).items():
             search.add(f"{name} + {other}", _placed(search, at, logps))
         if search.solved:
             return

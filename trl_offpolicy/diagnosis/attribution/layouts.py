@@ -26,6 +26,8 @@ class Layout:
         gap: the completion's positions do not count the left padding, the prompt's do: they overlap.
         reset: the completion's positions begin at 0 again.
         both_ways: tokens of the prompt see later ones of the prompt, too.
+        between: the padding is between prompt and completion, as after prompts that are padded on the right.
+        chunk: a token sees those of its chunk of this many tokens (chunked attention); None = all before it.
     """
 
     attended: bool = False
@@ -35,6 +37,8 @@ class Layout:
     gap: bool = False
     reset: bool = False
     both_ways: bool = False
+    between: bool = False
+    chunk: int | None = None
 
 
 @torch.no_grad()
@@ -56,15 +60,22 @@ def score_in_layout(
     device = next(model.parameters()).device
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         padding = max(prompt_width - len(prompt), 0)
-        ids = torch.tensor([[layout.pad] * padding + [*prompt, *completion]])
+        pads = [layout.pad] * padding
+        ids = torch.tensor([[*prompt, *pads, *completion] if layout.between else [*pads, *prompt, *completion]])
         positions = _positions(len(prompt), len(completion), padding, layout)
         logits = model(
             input_ids=ids.to(device),
             attention_mask=_allowed(ids.shape[1], padding, len(prompt), layout)[None, None].to(device),
             position_ids=positions[None].to(device),
             use_cache=False,
-        ).logits[0, padding + len(prompt) - 1 : -1]
-        logps = (head or Head()).logps(logits.cpu())
+        ).logits[0]
+        first = padding + len(prompt)  # the first token is predicted by the prompt's last one, wherever it stands
+        told = (
+            torch.cat([logits[len(prompt) - 1 : len(prompt)], logits[first:-1]])
+            if layout.between
+            else logits[first - 1 : -1]
+        )
+        logps = (head or Head()).logps(told.cpu())
         out[row, : len(completion)] = logps.gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
     return out
 
@@ -72,6 +83,10 @@ def score_in_layout(
 def _positions(prompt: int, completion: int, padding: int, layout: Layout) -> Tensor:
     """(L,) positions of padding, prompt and completion."""
     positions = torch.arange(padding + prompt + completion)
+    if layout.between:
+        if not layout.counted:
+            positions[prompt:] = (positions[prompt:] - padding).clamp(min=prompt - 1)
+        return positions
     if not layout.counted and not layout.gap:
         positions = (positions - padding).clamp(min=0)
     if layout.gap:
@@ -89,7 +104,12 @@ def _allowed(length: int, padding: int, prompt: int, layout: Layout) -> Tensor:
         seen |= (place < padding + prompt)[None] & (place < padding + prompt)[:, None]
     if layout.window is not None:
         seen &= place[None] > place[:, None] - layout.window
-    if not layout.attended:
+    if layout.chunk is not None:
+        seen &= place[None] // layout.chunk == place[:, None] // layout.chunk
+    if not layout.attended and layout.between:
+        pads = (place >= prompt) & (place < prompt + padding)
+        seen &= ~pads[None] | (place[None] == place[:, None])
+    elif not layout.attended:
         seen &= (place[None] >= padding) | (place[None] == place[:, None])  # a padding token sees itself: no empty row
     return seen
 
@@ -100,7 +120,16 @@ def layouts(prompt_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]) -> 
     found: dict[str, tuple[Layout, int]] = {}
     if any(len(prompt_ids[row]) < widest for row in rows):
         found["padding:left padding counted in the positions of the prompt alone"] = (Layout(gap=True), widest)
+        found["padding:padding between prompt and completion counted in the positions"] = (
+            Layout(between=True, counted=True), widest
+        )  # fmt: skip
         for pad in dict.fromkeys(pad_ids):
+            found[f"padding:padding (id {pad}) between prompt and completion attended"] = (
+                Layout(between=True, attended=True, pad=pad), widest
+            )  # fmt: skip
+            found[f"padding:padding (id {pad}) between prompt and completion attended and counted"] = (
+                Layout(between=True, attended=True, counted=True, pad=pad), widest
+            )  # fmt: skip
             found[f"padding:left padding (id {pad}) attended"] = (Layout(attended=True, pad=pad), widest)
             found[f"padding:left padding (id {pad}) attended and counted in the positions"] = (
                 Layout(attended=True, counted=True, pad=pad), widest

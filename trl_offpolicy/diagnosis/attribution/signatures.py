@@ -59,7 +59,7 @@ class Limits:
     floor_factor: float = 2.0
     self_ratio: float = 0.8
     self_equal: float = 0.1
-    largest_dropout: float = 3.0
+    largest_dropout: float = 10.0
     exact_rows: float = 0.05
     forced: float = 0.5
     forced_alone: float = 0.5
@@ -161,8 +161,8 @@ def _repeated(f: Features, limits: Limits) -> Signature:
 
 def _lost(f: Features, _limits: Limits) -> Signature:
     """Tokens without a finite log-prob, which are left out of everything else."""
-    engine, trainer = f.missing
-    side, share = ("engine", engine) if engine >= trainer else ("trainer", trainer)
+    share = max(f.missing_engine, f.missing_trainer)
+    side = "engine" if share == f.missing_engine else "trainer"
     text = f"{share:.1%} of the tokens have no finite log-prob of the {side}, and are left out"
     return Signature("nonfinite", 1.0 if share else 0.0, text)
 

@@ -42,10 +42,12 @@ NO_GENERATION, NO_TEMPLATE = "no generation prompt", "no chat template"
 def _others(chats: list[Chat]) -> dict[str, list[Chat]]:
     users = [chat[-1:] for chat in chats]
     empty = [{"role": "system", "content": ""}]
+    folded = [[{"role": "user", "content": "\n\n".join(part["content"] for part in chat)}] for chat in chats]
     return {
         NO_GENERATION: chats,
         "no system prompt": users,
         "empty system prompt": [empty + user for user in users],
+        "system prompt in the user's turn": folded,
     }
 
 
