@@ -78,6 +78,7 @@ class Features:
         forced_depth: largest -d of these tokens, nats.
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
             entropies.
+        self_median: median difference of the trainer's two scorings, nats.
         copied: share of the responses of a probability below 1e-4 that another one of their group equals.
         missing_engine, missing_trainer: share of the trainable tokens without a finite log-prob of that side.
         all_zero: every a is exactly 0.
@@ -143,6 +144,7 @@ class Features:
     forced_last: float = 0.0
     forced_depth: float = 0.0
     forced_z: float = float("nan")
+    self_median: float = 0.0
     copied: float = 0.0
     missing_engine: float = 0.0
     missing_trainer: float = 0.0
@@ -192,6 +194,7 @@ def extract(evidence: TokenEvidence) -> Features:
         k3=float(size.mean()),
         floor=noise_level(evidence),
         self_ratio=self_ratio(evidence),
+        self_median=_self_median(evidence),
         drift=float(flat.mean()) / rms,
         positive=float(np.mean(flat > 4 * noise)),
         bulk=float(np.median(np.abs(flat))) / rms,
@@ -445,6 +448,15 @@ def self_ratio(evidence: TokenEvidence) -> float:
     both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
     again = kl_k3((evidence.rescored_per_token_logps - evidence.old_per_token_logps)[both])
     return kl_k3((evidence.old_per_token_logps - evidence.sampling_per_token_logps)[both]) / max(again, 1e-30)
+
+
+def _self_median(evidence: TokenEvidence) -> float:
+    """Median |d| of the trainer's two scorings, nats: that of a typical token; 0 if they were scored once."""
+    if evidence.rescored_per_token_logps is None:
+        return 0.0
+    both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
+    gap = np.abs(evidence.rescored_per_token_logps[both] - evidence.old_per_token_logps[both])
+    return float(np.median(gap)) if gap.size else 0.0
 
 
 def disagreeing_rows(d: Array, noise: float) -> Array:

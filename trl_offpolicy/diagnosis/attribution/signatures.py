@@ -24,7 +24,7 @@ class Limits:
         self_ratio: below it the trainer differs more from itself than from the engine.
         self_equal: times the distance to itself up to which the engine agrees, so that the second scoring is at fault:
             with dropout the engine differs half as much.
-        largest_dropout: KL k3 of two scorings, nats per token, above which they are of other tokens.
+        largest_dropout: difference of two scorings of a typical token, nats, above which they are of other tokens.
         exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
@@ -59,7 +59,7 @@ class Limits:
     floor_factor: float = 2.0
     self_ratio: float = 0.8
     self_equal: float = 0.1
-    largest_dropout: float = 10.0
+    largest_dropout: float = 1.5
     exact_rows: float = 0.05
     forced: float = 0.5
     forced_alone: float = 0.5
@@ -175,7 +175,7 @@ def _dropout(f: Features, limits: Limits) -> Signature:
     # Each token has its own noise, so no row agrees. Padding spares the rows of the longest prompt.
     everywhere = f.exact_rows <= limits.exact_rows
     engine_agrees = f.k3 < min(limits.self_equal * f.floor, f.trusted_floor)
-    itself = f.trusted_floor < f.floor < limits.largest_dropout and not engine_agrees
+    itself = f.floor > f.trusted_floor and f.self_median < limits.largest_dropout and not engine_agrees
     score = below(f.self_ratio, limits.self_ratio) if itself and everywhere else 0.0
     text = (
         f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
