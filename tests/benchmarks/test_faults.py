@@ -24,7 +24,7 @@ from kinds import CLEANS, KINDS, MARKER, table
 from run import CLEAN_SEEDS, SEEDS, plan
 from sampler import Order, plain, processed, reporting_raw, sample, speculated
 from score import Answer, calibration, markdown, summarize, totals, verdict_of, write_results
-from wall import FIRST, SECOND, SEEN, SEEN_CLEAN, THIRD
+from wall import FIRST, FOURTH, SECOND, SEEN, SEEN_CLEAN, THIRD
 from weights import VERSIONS
 from worlds import LENGTH, Made, World, one_pass, padded_pass
 
@@ -39,11 +39,12 @@ from trl_offpolicy.run_folder.rollouts import read_rollouts
 def test_the_wall_stands_where_it_stood() -> None:
     """What was looked at stays on the tune side; no name may leave the list, or move to the report."""
     known = sorted(FIRST)
-    assert len(known) == 129 and len(SECOND) == 70 and len(THIRD) == 60 and KINDS.keys() >= SEEN
+    assert len(known) == 129 and len(SECOND) == 70 and len(THIRD) == 60 and len(FOURTH) == 58
+    assert KINDS.keys() >= SEEN
     assert sha256(" ".join(known).encode()).hexdigest()[:16] == "5a3859f8f671bccc"
-    assert sha256(" ".join(sorted(SEEN)).encode()).hexdigest()[:16] == "d2e785137b33d78b"
+    assert sha256(" ".join(sorted(SEEN)).encode()).hexdigest()[:16] == "ee4c70baf4cc7946"
     assert {name for name, kind in KINDS.items() if kind.split == "tune"} == SEEN
-    assert sum(kind.split == "report" for kind in KINDS.values()) == 58
+    assert not any(kind.split == "report" for kind in KINDS.values())  # the next report needs new kinds (README.md)
 
 
 def test_what_nobody_has_looked_at_is_held_out() -> None:
@@ -65,15 +66,12 @@ def test_a_hundred_and_thirty_three_clean_cases_are_in_the_report() -> None:
     assert sum(map(len, rounds)) == 133
 
 
-def test_every_family_is_on_both_sides() -> None:
-    for family in {kind.family for kind in KINDS.values()}:
-        assert {kind.split for kind in KINDS.values() if kind.family == family} == {"tune", "report"}, family
-
-
-def test_families_have_about_the_same_shares_on_both_sides() -> None:
-    count = Counter((kind.split, kind.family) for kind in KINDS.values())
-    for family in {kind.family for kind in KINDS.values()}:
-        assert abs(count["tune", family] / 259 - count["report", family] / 58) < 0.05, family
+def test_families_have_about_the_same_shares_in_every_round() -> None:
+    for seen in (SECOND, THIRD, FOURTH):
+        counts = [Counter(KINDS[name].family for name in names) for names in (FIRST, seen)]
+        for family in {kind.family for kind in KINDS.values()}:
+            first, later = (count[family] / count.total() for count in counts)
+            assert later and abs(first - later) < 0.1, family
 
 
 def test_answers_that_count_are_names_of_causes() -> None:
