@@ -22,7 +22,7 @@ from kind import CLEAN, Kind
 from kinds import KINDS, kind_of
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.features import kl_k3
+from trl_offpolicy.diagnosis.attribution.distances import kl_k3
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 from trl_offpolicy.run_folder.layout import RUN_FILE

@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import (
-    MAX_LOG_RATIO,
-    REWRITTEN,
-    disagreeing_rows,
-    fitting_rows,
-    noise_rms,
-)
+from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, disagreeing_rows, fitting_rows
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
+from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.engines.hf import TokenScores
 
 MOST_MOVED = 3

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.distances import kl_k3, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import Array, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import kl_k3, token_k3
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 POSITIONS = 8

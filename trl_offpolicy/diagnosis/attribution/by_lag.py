@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.distances import distance
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import distance
 
 LEAST_TOKENS = 50
 """Tokens at lag 0, and beyond it, from which the two are compared."""
@@ -57,7 +57,7 @@ def lag_shares(sizes: Iterable[tuple[int, float, float]]) -> LagShares | None:
 
 
 def recorded_shares(evidence: TokenEvidence) -> LagShares | None:
-    """The shares of recorded tokens; the size of a log-ratio is :func:`.features.distance`."""
+    """The shares of recorded tokens; the size of a log-ratio is :func:`.distances.distance`."""
     if evidence.version_lags is None:
         return None
     d, lags = evidence.log_ratio[evidence.observed], evidence.version_lags[evidence.observed]

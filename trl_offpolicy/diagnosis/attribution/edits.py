@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench, listed
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance
 
 FIRST_TOKENS = 12
 """Tokens of a completion that are scored while edits are tried: those next to the prompt feel it most."""

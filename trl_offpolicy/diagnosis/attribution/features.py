@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
-from trl_offpolicy.functional.kl import k3
+from trl_offpolicy.diagnosis.attribution.noise import noise_level, noise_rms, self_median, self_ratio, trusted_floor
 
 Array = NDArray[Any]
-MAX_LOG_RATIO = 20.0
 TOP_SHARE = 0.02
 """The tokens with the largest |d| whose share of the mismatch is looked at."""
 SPIKES, IN_FEW = 40.0, 0.7
@@ -39,9 +37,6 @@ DEEP = 2.3
 """Nats by which the trainer is below the engine at a token that it finds deep: a tenth of the probability."""
 LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
-FLOORS = {"float32": 1e-6, "fp32": 1e-6, "float16": 5e-5, "fp16": 5e-5, "half": 5e-5}
-LARGEST_FLOOR = 5e-3
-"""Largest KL k3 between two scorings that arithmetic explains, nats per token: float32, float16, and bfloat16."""
 SAME_TOKEN = 0.02
 """|d| in nats up to which a log-prob that may be the most likely token's is that of the sampled one."""
 OVERLAP = 0.6
@@ -159,22 +154,6 @@ class Features:
         return self.spikes > SPIKES and self.top_tokens > IN_FEW
 
 
-def kl_k3(log_ratio: Array) -> float:
-    """Mean of e^d - 1 - d over finite entries, d clamped to +-20: KL(mu || old) in nats.
-
-    Example:
-        >>> round(kl_k3(np.array([0.0, 0.1, np.nan])), 6)
-        0.002585
-    """
-    d = np.clip(log_ratio[np.isfinite(log_ratio)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return float(np.mean(token_k3(d))) if d.size else float("nan")
-
-
-def token_k3(d: Array) -> Array:
-    """KL(mu || old) of each token by the kit's k3 = e^d - 1 - d, in float64; d = log(old / mu)."""
-    return k3(torch.tensor(d, dtype=torch.float64)).numpy()
-
-
 def extract(evidence: TokenEvidence) -> Features:
     """Compute all :class:`Features` of a batch."""
     seen = evidence.observed
@@ -194,7 +173,7 @@ def extract(evidence: TokenEvidence) -> Features:
         k3=float(size.mean()),
         floor=noise_level(evidence),
         self_ratio=self_ratio(evidence),
-        self_median=_self_median(evidence),
+        self_median=self_median(evidence),
         drift=float(flat.mean()) / rms,
         positive=float(np.mean(flat > 4 * noise)),
         bulk=float(np.median(np.abs(flat))) / rms,
@@ -302,16 +281,6 @@ def _alone(marked: Array) -> float:
     return float((marked & ~beside).sum()) / max(1, int(marked.sum()))
 
 
-def trusted_floor(evidence: TokenEvidence) -> float:
-    """The largest KL k3 between two scorings of the trainer that is arithmetic, nats per token.
-
-    A larger floor is a fault of its own: dropout, padding that is attended. Without a declared data type the trainer
-    may compute in 16 bits.
-    """
-    dtype = None if evidence.trainer is None else evidence.trainer.dtype
-    return FLOORS.get(dtype or "", LARGEST_FLOOR)
-
-
 def _both_low(evidence: TokenEvidence) -> bool:
     engine, trainer = evidence.engine, evidence.trainer
     if engine is None or trainer is None or engine.dtype != trainer.dtype:
@@ -411,52 +380,6 @@ def _never_rare(a: Array, entropies: Array | None) -> float:
         return float("nan")
     excess = (-a - entropies)[np.isfinite(a) & np.isfinite(entropies) & (entropies > LEAST_ENTROPY)]
     return float(np.mean(excess > 1e-4)) if excess.size >= LEAST_TOKENS // 2 else float("nan")
-
-
-def floor_k3(evidence: TokenEvidence) -> float:
-    """KL k3 between two scorings of the trainer, nats per token; NaN without a second one."""
-    if evidence.rescored_per_token_logps is None:
-        return float("nan")
-    again = evidence.rescored_per_token_logps - evidence.old_per_token_logps
-    return kl_k3(again[evidence.observed])
-
-
-def noise_level(evidence: TokenEvidence) -> float:
-    """The noise floor: KL k3 in nats between two scorings, but at least ``SAME_POLICY_KL``.
-
-    Two scorings on a CPU can agree to the last bit. ``SAME_POLICY_KL`` is the KL that float32 arithmetic in another
-    order gives at the same weights.
-    """
-    floor = floor_k3(evidence)
-    return max(SAME_POLICY_KL, floor if np.isfinite(floor) else 0.0)
-
-
-def noise_rms(evidence: TokenEvidence) -> float:
-    """Root mean square of the noise in d, nats."""
-    return float(np.sqrt(2 * noise_level(evidence)))
-
-
-def self_ratio(evidence: TokenEvidence) -> float:
-    """KL k3 of engine and trainer / that of the trainer's two scorings, on the tokens that were scored twice.
-
-    Dropout is drawn anew in each scoring, so the trainer is further from itself (two draws) than from the engine (one
-    draw): the ratio is about 0.5. Without dropout the engine differs at least as much as another batch layout. NaN if
-    the tokens were scored once.
-    """
-    if evidence.rescored_per_token_logps is None:
-        return float("nan")
-    both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
-    again = kl_k3((evidence.rescored_per_token_logps - evidence.old_per_token_logps)[both])
-    return kl_k3((evidence.old_per_token_logps - evidence.sampling_per_token_logps)[both]) / max(again, 1e-30)
-
-
-def _self_median(evidence: TokenEvidence) -> float:
-    """Median |d| of the trainer's two scorings, nats: that of a typical token; 0 if they were scored once."""
-    if evidence.rescored_per_token_logps is None:
-        return 0.0
-    both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
-    gap = np.abs(evidence.rescored_per_token_logps[both] - evidence.old_per_token_logps[both])
-    return float(np.median(gap)) if gap.size else 0.0
 
 
 def disagreeing_rows(d: Array, noise: float) -> Array:
@@ -578,18 +501,6 @@ def _rewritten(a: Array, b: Array, d: Array, entropies: Array | None) -> tuple[f
     return left[best], best
 
 
-def distance(d: Array) -> float:
-    """Mean of 2 (sqrt(1 + d^2) - 1) over finite entries: d^2 where it is small, 2 |d| where it is large."""
-    values = d[np.isfinite(d)]
-    return float(np.mean(2 * (np.sqrt(1 + values**2) - 1))) if values.size else 0.0
-
-
-def spread(values: Array) -> float:
-    """:func:`distance` of the finite values from their mean."""
-    seen = values[np.isfinite(values)]
-    return distance(seen - seen.mean()) if seen.size else 0.0
-
-
 def _onset(d: Array, noise: float) -> float:
     """Share of disagreeing rows that differ by noise up to a token, and by order one from there on."""
     found = []
@@ -640,16 +551,3 @@ def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
     squares = np.bincount(index, weights=values**2)
     # Over i < j: 2 sum z_i z_j = (sum z)^2 - sum z^2
     return float(np.sum(count * (count - 1)) / 2), float(np.sum(sums**2 - squares) / 2)
-
-
-def rank_correlation(x: Array, y: Array) -> float:
-    """Spearman's rank correlation; NaN if one side does not vary.
-
-    Example:
-        >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.3]))
-        1.0
-    """
-    if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
-        return float("nan")
-    first, second = (np.argsort(np.argsort(v, kind="stable"), kind="stable") for v in (x, y))
-    return float(round(np.corrcoef(first, second)[0, 1], 12))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.interventions import minimise
 from trl_offpolicy.engines.hf import Head, Ids, completion_logits
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
@@ -103,7 +103,7 @@ def logits_of(model: Any, prompt_ids: Ids, completion_ids: Ids, rows: Sequence[i
 
 
 def _gap(logps: Any, target: Floats) -> float:
-    """:func:`.features.distance` between log-probs; a token of probability 0 counts as a difference of 20 nats."""
+    """:func:`.distances.distance` between log-probs; a token of probability 0 counts as a difference of 20 nats."""
     return distance(np.clip(np.asarray(logps, np.float64) - target, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

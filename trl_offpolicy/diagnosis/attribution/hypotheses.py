@@ -34,13 +34,9 @@ from trl_offpolicy.diagnosis.attribution.changes import (
     position_changes,
     settings,
 )
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.edits import PromptSearch, search_prompts
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Bools, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import (
-    MAX_LOG_RATIO,
-    distance,
-    noise_rms,
-)
 from trl_offpolicy.diagnosis.attribution.heads import (
     Logits,
     fitted_sampling,
@@ -50,6 +46,7 @@ from trl_offpolicy.diagnosis.attribution.heads import (
 )
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
+from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.diagnosis.attribution.parts import PART
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,

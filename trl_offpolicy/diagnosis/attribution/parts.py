@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl_offpolicy.diagnosis.attribution.distances import distance
 from trl_offpolicy.diagnosis.attribution.evidence import Array
-from trl_offpolicy.diagnosis.attribution.features import distance
 from trl_offpolicy.diagnosis.attribution.precision import Inside
 
 MOST_NUMBERS = 2_000_000_000

@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.evidence import Bools, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, noise_rms
 from trl_offpolicy.diagnosis.attribution.interventions import SMALL_TURN, Intervention, minimise, predicted, switch
 from trl_offpolicy.diagnosis.attribution.layouts import Layout
+from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.diagnosis.attribution.precision import Inside
 from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_share
 from trl_offpolicy.engines.hf import Ids

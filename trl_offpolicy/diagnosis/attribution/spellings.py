@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance
 from trl_offpolicy.engines.hf import score_completions
 
 MOST_CUTS = 16

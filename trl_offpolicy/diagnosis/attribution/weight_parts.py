@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention
 from trl_offpolicy.diagnosis.attribution.parts import PART, WAY, Division, best_sets, captured, divisions, holding
 from trl_offpolicy.diagnosis.attribution.search import PROMISING, Change, Search, of_change
@@ -51,7 +51,7 @@ def chosen_versions(scored: Sequence[Floats], target: Floats) -> tuple[Array, Ar
         array([[0, 0, 1, 1]])
     """
     gaps = np.nan_to_num(np.clip(np.stack(scored) - target, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    cost = 2 * (np.sqrt(1 + gaps**2) - 1)  # (K, B, T), as features.distance weighs them
+    cost = 2 * (np.sqrt(1 + gaps**2) - 1)  # (K, B, T), as distances.distance weighs them
     rows, tokens = target.shape
     whole = np.broadcast_to(cost.sum(2).argmin(0)[:, None], target.shape)
     begun = np.concatenate([np.zeros((len(scored), rows, 1)), cost.cumsum(2)], 2)  # (K, B, T + 1)

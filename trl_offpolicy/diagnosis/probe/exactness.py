@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trl_offpolicy.diagnosis.attribution.distances import kl_k3
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Floats
-from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.asked import Asked
 from trl_offpolicy.diagnosis.probe.proof import compare_facts

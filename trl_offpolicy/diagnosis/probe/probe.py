@@ -18,8 +18,8 @@ from trl_offpolicy.correction.terms import RawWeight
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, break_down
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.noise import noise_level
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
 from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
 from trl_offpolicy.diagnosis.probe.against import Against, compare_answers, with_tested_cause

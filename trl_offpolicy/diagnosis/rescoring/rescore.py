@@ -18,8 +18,8 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench, pad_ids_of, stop_ids_of
+from trl_offpolicy.diagnosis.attribution.distances import distance
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Floats, Seen, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import distance
 from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recorded import (
     EXACT,
@@ -87,7 +87,7 @@ class Rescored:
         step: optimizer steps before the weights that were used; -1 = not known.
         attribution: the cause; None if these are not the weights that scored.
         text: in words, how the new scores compare with both sides.
-        size: mismatch of these tokens, :func:`~trl_offpolicy.diagnosis.attribution.features.distance` per token.
+        size: mismatch of these tokens, :func:`~trl_offpolicy.diagnosis.attribution.distances.distance` per token.
         tried: causes that were tested with the model.
     """
 
