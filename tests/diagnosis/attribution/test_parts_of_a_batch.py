@@ -13,16 +13,17 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from trl_offpolicy.diagnosis.attribution import layouts, precision
+from trl_offpolicy.diagnosis.attribution import changes, layouts, precision
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.heads import logits_of, sampling_tests
-from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
+from trl_offpolicy.diagnosis.attribution.hypotheses import _head_of, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.prefixes import cached_tokens, score_after
 from trl_offpolicy.diagnosis.attribution.search import Search, differing
 from trl_offpolicy.diagnosis.attribution.weight_parts import chosen_versions
 from trl_offpolicy.engines.hf import Head, score_completions
+from trl_offpolicy.functional.truncated_sampling import Truncation
 
 LENGTH = 16
 CHANCE = np.random.default_rng(0)
@@ -353,3 +354,49 @@ def test_rows_of_a_sorted_batch_that_was_not_put_back(model: Any) -> None:
     plain = scored(model)
     found = answer(model, plain, plain[::-1].copy())
     assert found.cause == "misalignment" and "swapped rows" in found.detail, (found.cause, found.detail)
+
+
+def test_entropies_that_are_not_known_are_no_log_probs() -> None:
+    own, entropies, _ = drawn()
+    noisy = own + np.random.default_rng(1).normal(0, 0.05, own.shape)
+    for known in (np.full_like(own, np.nan), np.where(np.arange(len(own))[:, None] == 0, entropies, np.nan)):
+        assert traced(noisy, own, known).cause != "misalignment"
+
+
+def test_a_token_that_a_truncation_cuts_is_not_missing() -> None:
+    own, _, _ = drawn()
+    cut = own.copy()
+    cut[0, 0] = -np.inf
+    assert traced(own, cut).cause == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("truncated_sampling:top_p 0.9, top_k 20", Truncation(top_p=0.9, top_k=20)),
+        ("truncated_sampling:top_p 0.9 without the token that reaches it", None),
+        ("temperature:0 (greedy)", None),
+    ],
+)
+def test_a_head_follows_from_the_name_of_its_test(name: str, expected: Truncation | None) -> None:
+    head = _head_of(name, Head())
+    assert (head is None) if expected is None else (head is not None and head.truncation == expected)
+
+
+def test_rows_that_were_cut_to_save_memory_still_count(model: Any) -> None:
+    """A large vocabulary leaves room for a few tokens of each row."""
+    evidence = TokenEvidence(
+        sampling_per_token_logps=other_temperature(model), old_per_token_logps=scored(model),
+        completion_mask=np.ones((len(IDS), LENGTH), bool),
+    )  # fmt: skip
+    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
+    begun = np.where(np.arange(LENGTH) < 4, other_temperature(model), np.nan)
+    assert search.add("temperature:0.7", begun, cut=True) < 1e-6
+
+
+def test_an_adapter_of_the_head_offers_no_other_head() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head", "q_proj"]))
+    assert changes.head_changes(wrapped) == {}
+    assert changes.head_changes(tiny_model())

@@ -184,6 +184,7 @@ def test_prompts_are_read_back_and_rendered_in_other_ways() -> None:
     ids = [tokenizer(text)["input_ids"] for text in texts]
     found = other_renderings(tokenizer, texts, ids)
     ways = {"no generation prompt", "no system prompt", "empty system prompt", "no chat template"}
+    ways |= {"system prompt in the user's turn"}
     assert ways < set(found) and all("thoughts" in name for name in set(found) - ways)
     assert found["no generation prompt"][1] == ids[1][:-1] and found["no chat template"][0] == [10]
     assert found["no system prompt"][0] == tokenizer("<user> w7 <assistant>")["input_ids"]

@@ -16,7 +16,7 @@ from trl_offpolicy.diagnosis.attribution.alternatives import against, alternativ
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
-from trl_offpolicy.diagnosis.attribution.parts import PART, WAY
+from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, PART, WAY
 from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
     DIFFUSE,
@@ -138,7 +138,7 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
     reasons = [chosen.reason]
     if runner is not None and runner.reason not in reasons:
         reasons.append(runner.reason)
-    if REFERENCE in evidence.tested and chosen.cause != "none":
+    if REFERENCE in evidence.tested and chosen.cause not in NO_MISMATCH:
         side = at_fault(evidence, evidence.tested[REFERENCE])
         reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
     reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
@@ -318,7 +318,8 @@ def _tested(evidence: TokenEvidence, features: Features) -> list[_Answer]:
         key = cause if " + " not in detail else f"{cause} + {detail.rpartition(' + ')[2].split(':')[0]}"
         _keep(best, key, left_share(evidence, name), detail)
         # One of the many parts of the weights is like any mismatch up to a factor: only whole ones are judged in part.
-        if cause in MEMBERS and " + " not in detail and PART not in detail:
+        whole = PART not in detail and ADAPTER_PART not in detail
+        if cause in MEMBERS and " + " not in detail and whole:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
@@ -377,9 +378,12 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
 def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: str, alone: dict[str, float]) -> _Answer:
     """The answer of one test; for a pair, the part of each cause is what it explains beyond the other."""
     cause, _, second = key.partition(" + ")
+    if second and alone.get(second, 1.0) < alone.get(cause, 1.0):  # named after its larger part
+        cause, second = second, cause
     exact = evidence.both_exact
+    first = key.partition(" + ")[0]
     reason = (
-        f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
+        f"scoring the same tokens with {first.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
     )
     if not second:
         member = _member(evidence, cause)
@@ -389,7 +393,7 @@ def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: s
     # A pair has more freedom than each of its causes, so it must explain clearly more, or leave next to nothing.
     best = min(alone.get(cause, 1.0), alone.get(second, 1.0))
     clearly = best - left > 0.1 or left < 0.1 * best
-    confidence = _of_left(cause, left, exact=exact) if clearly else 0.0
+    confidence = min(_of_left(one, left, exact=exact) for one in (cause, second)) if clearly else 0.0
     parts = ((cause, first_share), (second, gain))
     return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
 
@@ -436,7 +440,7 @@ def _denied(evidence: TokenEvidence, cause: str) -> bool:
     if cause not in FITTED:
         return False
     lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":", 2)[1:2] == [cause]]
-    return bool(lefts) and min(lefts) > REMOVED
+    return any(map(math.isfinite, lefts)) and min(lefts) > REMOVED
 
 
 def _temperature(features: Features) -> str:

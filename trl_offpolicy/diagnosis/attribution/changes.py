@@ -25,7 +25,7 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     shown_attention,
     tf32_attention,
 )
-from trl_offpolicy.diagnosis.attribution.parts import type_of
+from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, type_of
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     Inside,
@@ -212,7 +212,7 @@ def adapter_parts(model: Any) -> dict[str, Inside]:
     kinds = list(dict.fromkeys(kind for kind, _ in _lora_layers(model)))
     if len(kinds) < 2:
         return {}
-    return {f"wrong_adapter:no adapter in {kind}": partial(adapter_scale, model, 0.0, kind) for kind in kinds}
+    return {f"wrong_adapter:{ADAPTER_PART}{kind}": partial(adapter_scale, model, 0.0, kind) for kind in kinds}
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def cache_changes(model: Any) -> dict[str, Inside]:
 def head_changes(model: Any) -> dict[str, Inside]:
     """The head in less precision, or tied to the embeddings where it is not."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+    if head is None or "weight" not in head._parameters:  # an adapter of the head wraps it
         return {}
     found: dict[str, Inside] = {
         f"precision:{kind} output head": partial(rounded_head, model, kind) for kind in ("bf16", "fp16", "int8", "fp8")

@@ -25,8 +25,13 @@ def other_ends(tokenizer: Any, prompts: Ids) -> dict[str, Ids]:
     found: dict[str, Ids] = {}
     for name, text in ENDS.items():
         end = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if all(list(ids[-len(end) :]) == end for ids in prompts):
-            found[f"{name} missing at the end"] = [list(ids[: -len(end)]) for ids in prompts]
-        else:
-            found[f"{name} at the end"] = [[*ids, *end] for ids in prompts]
+        has = [bool(end) and list(ids[-len(end) :]) == end for ids in prompts]
+        if any(has):
+            found[f"{name} missing at the end"] = [
+                list(ids[: -len(end)]) if it else list(ids) for ids, it in zip(prompts, has, strict=True)
+            ]
+        if end and not all(has):
+            found[f"{name} at the end"] = [
+                list(ids) if it else [*ids, *end] for ids, it in zip(prompts, has, strict=True)
+            ]
     return found

@@ -249,7 +249,9 @@ def _missing_tail(d: Array) -> float:
 
 
 def _missing(evidence: TokenEvidence, logps: Array) -> float:
-    return float(np.mean(~np.isfinite(logps[evidence.completion_mask.astype(bool)])))
+    """A token that a truncation cuts has -inf, and is not missing."""
+    values = logps[evidence.completion_mask.astype(bool)]
+    return float(np.mean(np.isnan(values) | np.isposinf(values)))
 
 
 def _copied(evidence: TokenEvidence) -> float:
@@ -496,7 +498,10 @@ def _rewritten(a: Array, b: Array, d: Array, entropies: Array | None) -> tuple[f
     whole = max(min(distance(d), spread(a)), 1e-30)
     left = {name: distance(a - change(b)) / whole for name, change in REWRITTEN.items()}
     if entropies is not None:
-        left["minus the entropies"] = distance(a + entropies) / whole
+        both = np.isfinite(d) & np.isfinite(entropies)
+        if both.sum() >= LEAST_TOKENS:
+            here = max(min(distance(d[both]), spread(a[both])), 1e-30)
+            left["minus the entropies"] = distance((a + entropies)[both]) / here
     best = min(left, key=lambda name: left[name])
     return left[best], best
 

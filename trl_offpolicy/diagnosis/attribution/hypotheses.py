@@ -61,6 +61,7 @@ from trl_offpolicy.diagnosis.attribution.precision import (
 )
 from trl_offpolicy.diagnosis.attribution.prefixes import blocks, score_after
 from trl_offpolicy.diagnosis.attribution.search import (
+    EXACT,
     EXPLAINED,
     FIRST_TOKENS_SCORED,
     FLEXIBLE,
@@ -86,8 +87,9 @@ MOST_PREFIXES = 3
 """Weights at hand that are tested in a prefix cache."""
 MOST_REFITTED, HELPS = 4, 0.95
 """Tests under which temperature and truncation are fitted again, and the share that each leaves at most."""
-IN_PART = 0.1
-"""Share of the mismatch of a part of the tokens that a test of this part may leave; else the tests of all are kept."""
+IN_PART, CLEARLY = 0.1, 0.5
+"""Share of the mismatch of a part of the tokens that a test of this part may leave, and times what the best test of all
+tokens leaves; else the tests of all are kept."""
 
 
 def run_hypotheses(
@@ -106,7 +108,9 @@ def run_hypotheses(
     if part is not None:
         say("the same in those tokens alone that differ")
         here = _searched(replace(evidence, completion_mask=part), bench, say)
-        if here.best()[0] <= IN_PART < search.best()[0]:
+        share, name = here.best()
+        limit = EXACT if name.startswith(FLEXIBLE) else IN_PART
+        if share <= limit and share < CLEARLY * search.best()[0]:
             return replace(evidence, tested=_of_part(here, part))
     return replace(evidence, tested=search.tested)
 
@@ -309,7 +313,7 @@ def _test_heads(search: Search) -> None:
         partial(processor_tests, stop_ids=search.bench.ends),
     ):
         for name, logps in make(logits, target).items():
-            search.add(name, _placed(search, at, logps))
+            search.add(name, _placed(search, at, logps), cut=True)
         if search.solved:
             return
 
@@ -402,7 +406,7 @@ def _test_sampling_under_changes(search: Search) -> None:
         if not at[0].size:
             return
         for other, logps in fitted_sampling(logits, search.target[at]).items():
-            search.add(f"{name} + {other}", _placed(search, at, logps))
+            search.add(f"{name} + {other}", _placed(search, at, logps), cut=True)
         if search.solved:
             return
 
@@ -433,8 +437,10 @@ def _head_of(name: str, head: Head) -> Head | None:
     """The head of a test of temperature or truncation; None for any other test."""
     cause, _, detail = name.partition(":")
     if cause == "truncated_sampling":
-        option, value = detail.split()
-        options: dict[str, Any] = {option: int(value) if option == "top_k" else float(value)}
+        if "without" in detail or " + " in detail:
+            return None
+        pairs = [one.split() for one in detail.split(", ")]
+        options: dict[str, Any] = {one: int(value) if one == "top_k" else float(value) for one, value in pairs}
         return replace(head, truncation=Truncation(**options))
     if cause != "temperature":
         return None

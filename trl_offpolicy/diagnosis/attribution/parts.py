@@ -31,6 +31,8 @@ DEARER = 0.02
 
 PART = " as in "
 """Stands in the name of a test between the parts of the weights and the weights that they are taken from."""
+ADAPTER_PART = "no adapter in "
+"""Stands in the name of a test in which a part of the adapter is off."""
 WAY = " of the way to "
 """The same for a point between the weights and those at hand, or beyond."""
 SCALES = (0.1, 1.3)

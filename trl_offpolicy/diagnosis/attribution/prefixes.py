@@ -31,8 +31,8 @@ def cached_tokens(prompt: int, block: int) -> int:
 
 
 def blocks(search: Search) -> tuple[float, ...]:
-    """Sizes of a block that divide the prompts of the first rows in different ways; the larger of two that do not."""
-    lengths = [len(search.bench.prompt_ids[row]) for row in search.first_rows]
+    """Sizes of a block that divide the prompts in different ways; the larger of two that do not."""
+    lengths = [len(search.bench.prompt_ids[row]) for row in search.rows]
     ways = {tuple(cached_tokens(length, block) for length in lengths): block for block in BLOCKS}
     return tuple(sorted(float(block) for way, block in ways.items() if any(way)))
 

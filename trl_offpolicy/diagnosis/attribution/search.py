@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
@@ -37,6 +38,8 @@ FIRST_TOKENS_SCORED = 32
 """Tokens of the rows that are scored at first."""
 REFINED = 5
 """Golden sections of a number that costs a forward for each value."""
+SAME_PLACE = 1e-9
+"""Distance on the axis of a number up to which two values are one."""
 COVERED = 0.6
 """Share of a row's tokens that a test must score for the row to count: what is left out is not explained."""
 FAR = 20.0
@@ -76,9 +79,9 @@ class Search:
         enough = max(2, int(np.searchsorted(counts, FIRST_TOKENS_SCORED)) + 1)
         return sorted(order[:enough])
 
-    def add(self, name: str, logps: Floats) -> float:
-        """Keep a result; returns the share of the mismatch that it leaves."""
-        self.tested[f"{self.side}:{name}"] = self._covering(logps)
+    def add(self, name: str, logps: Floats, *, cut: bool = False) -> float:
+        """Keep a result; returns the share of the mismatch that it leaves. ``cut``: rows were cut to save memory."""
+        self.tested[f"{self.side}:{name}"] = logps if cut else self._covering(logps)
         self.left[name] = left_share(*self.alone(name))
         return self.left[name]
 
@@ -110,7 +113,11 @@ class Search:
         name = f"{one.cause}:{one.text(value)}"
         self.note(name)
         rows = self.first_rows if one.forwards else self.rows
-        logps = one.score(value, rows)
+        try:
+            logps = one.score(value, rows)
+        except torch.OutOfMemoryError:  # attention in plain steps holds all scores
+            self.note(f"{name}: not tested, out of memory")
+            return float("inf"), np.full_like(self.plain.logps, np.nan)
         share = self.add(name, logps)
         others = [row for row in self.rows if row not in rows]
         if others and share < PROMISING:
@@ -135,13 +142,13 @@ class Search:
             for value in one.values:
                 share(value)
             return
-        grid = [one.place(value) for value in one.values]
-        if one.neutral is not None:
-            grid += self._guesses(one, share, tried)
-        grid = sorted({*grid, *(one.place(value) for value in tried)})
         neutral = None if one.neutral is None else one.place(one.neutral)
+        grid = {one.place(value) for value in one.values} | ({neutral} if neutral is not None else set())
+        for x in [] if neutral is None else self._guesses(one, share, tried):
+            if min(abs(x - known) for known in grid) > SAME_PLACE:  # a twin would be the neighbour of the best
+                grid.add(x)
         minimise(
-            share, grid, neutral=neutral, steps=REFINED, hopeless=PROMISING, enough=FOUND, open_ends=True
+            share, sorted(grid), neutral=neutral, steps=REFINED, hopeless=PROMISING, enough=FOUND, open_ends=True
         )  # fmt: skip
         best = min(tried, key=lambda value: tried[value][0])
         if tried[best][0] <= EXPLAINED:  # settings are round numbers, and the right one leaves nothing

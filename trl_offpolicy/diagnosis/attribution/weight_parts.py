@@ -17,6 +17,8 @@ from trl_offpolicy.diagnosis.attribution.shares import left_in_part
 
 MOST_CONTEXTS, WAYS = 8, 2
 """Weights at hand of which parts are tested, and of which points on the way are."""
+TOKENS_PER_CHOICE = 2
+"""Tokens that a response must have for each set of weights that is chosen from."""
 SETS, CLIMBS = 3, 4
 """Sets of parts of the weights that are scored, and steps from the best of them."""
 
@@ -28,9 +30,12 @@ def search_versions(search: Search) -> None:
     search.note("other weights in each response, or in a part of it")
     held = {"the trainer's": search.plain.logps}
     held |= {name.partition(":")[2]: Change(weights[name]).score(search) for name in names}
-    if len(held) < 2:
-        return
-    whole, within = chosen_versions(list(held.values()), search.target)
+    observed = search.evidence.observed & np.isfinite(search.plain.logps)
+    lengths = observed.sum(1)[observed.any(1)]
+    if len(held) < 2 or not len(lengths) or np.median(lengths) < TOKENS_PER_CHOICE * len(held):
+        return  # in a few tokens one of many fits by chance
+    target = np.where(observed, search.target, np.nan)
+    whole, within = chosen_versions(list(held.values()), target)
     for words, chosen in (("each response", whole), ("parts of the responses", within)):
         used = np.unique(chosen[np.isfinite(search.plain.logps)])
         if len(used) > 1:
