@@ -31,18 +31,6 @@ PROMPTS = [[2, *GENERATOR.integers(3, 90, 9 + group).tolist()] for group in rang
 IDS = [GENERATOR.integers(3, 90, LENGTH).tolist() for _ in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """A tiny model whose context matters: its weights are larger than at random."""
-    found = tiny_model().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in found.model.layers:
-            for weight in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                weight += 0.2 * torch.randn(weight.shape, generator=generator)
-    return found
-
-
 def scored(model: Any, *, prompts: Any = PROMPTS, ids: Any = IDS) -> Any:
     return score_completions(model, prompts, ids)[0]
 

@@ -35,18 +35,6 @@ VERSIONS = {"stale_weights:version 1": 0.05, "stale_weights:version 2": 0.03, "w
 """Size of the change of each set of weights at hand; each is another change."""
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """A tiny model whose context matters: its weights are larger than at random."""
-    found = tiny_model().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in found.model.layers:
-            for weight in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                weight += 0.2 * torch.randn(weight.shape, generator=generator)
-    return found
-
-
 @contextmanager
 def version(model: Any, name: str) -> Any:
     """The weights of one of :data:`VERSIONS`."""
@@ -67,6 +55,14 @@ def scored(model: Any, head: Head | None = None) -> Any:
 def inside(model: Any, context: Any, head: Head | None = None) -> Any:
     with context:
         return scored(model, head)
+
+
+def search_of(model: Any, engine: Any, trainer: Any, **bench: Any) -> Search:
+    """A search in which all rows are scored, before any test."""
+    evidence = TokenEvidence(
+        sampling_per_token_logps=engine, old_per_token_logps=trainer, completion_mask=np.ones(engine.shape, bool)
+    )
+    return Search(evidence, Bench(model, PROMPTS, IDS, rows=8, **bench), lambda _text: None)
 
 
 def answer(model: Any, engine: Any, trainer: Any = None, *, declared: Declared | None = EXACT) -> Any:
@@ -200,11 +196,7 @@ def test_versions_are_chosen_by_row_and_by_part() -> None:
 
 def test_a_prefix_cache_that_was_kept_over_a_sync_is_found(model: Any) -> None:
     weights = {"stale_weights:version 1": partial(version, model, "stale_weights:version 1")}
-    evidence = TokenEvidence(
-        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.1,
-        completion_mask=np.ones((len(IDS), LENGTH), bool),
-    )  # fmt: skip
-    search = Search(evidence, Bench(model, PROMPTS, IDS, weights=weights, rows=8), lambda _text: None)
+    search = search_of(model, scored(model), scored(model) + 0.1, weights=weights)
     engine = score_after(search, weights["stale_weights:version 1"], 16, range(8))
     assert np.abs(engine - scored(model)).max() > 1e-3
     found = answer(model, engine)
@@ -212,11 +204,7 @@ def test_a_prefix_cache_that_was_kept_over_a_sync_is_found(model: Any) -> None:
 
 
 def test_a_prefix_cache_without_a_full_block_changes_nothing(model: Any) -> None:
-    evidence = TokenEvidence(
-        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.1,
-        completion_mask=np.ones((len(IDS), LENGTH), bool),
-    )  # fmt: skip
-    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
+    search = search_of(model, scored(model), scored(model) + 0.1)
     found = score_after(search, partial(version, model, "stale_weights:version 1"), 64, range(8))
     np.testing.assert_allclose(found, scored(model), atol=1e-4)
     assert [cached_tokens(length, 16) for length in (1, 16, 17, 40)] == [0, 0, 16, 32]
@@ -268,12 +256,8 @@ def test_a_prompt_that_is_attended_both_ways_is_another_model(model: Any) -> Non
 
 
 def test_a_test_that_leaves_most_tokens_out_explains_nothing(model: Any) -> None:
-    evidence = TokenEvidence(
-        sampling_per_token_logps=scored(model), old_per_token_logps=scored(model) + 0.3,
-        completion_mask=np.ones((len(IDS), LENGTH), bool),
-    )  # fmt: skip
-    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
-    some = evidence.sampling_per_token_logps.copy()
+    search = search_of(model, scored(model), scored(model) + 0.3)
+    some = search.evidence.sampling_per_token_logps.copy()
     some[:, 4:] = np.nan
     assert search.add("misalignment:moved far", some) > 1.0
 
@@ -385,11 +369,7 @@ def test_a_head_follows_from_the_name_of_its_test(name: str, expected: Truncatio
 
 def test_rows_that_were_cut_to_save_memory_still_count(model: Any) -> None:
     """A large vocabulary leaves room for a few tokens of each row."""
-    evidence = TokenEvidence(
-        sampling_per_token_logps=other_temperature(model), old_per_token_logps=scored(model),
-        completion_mask=np.ones((len(IDS), LENGTH), bool),
-    )  # fmt: skip
-    search = Search(evidence, Bench(model, PROMPTS, IDS, rows=8), lambda _text: None)
+    search = search_of(model, other_temperature(model), scored(model))
     begun = np.where(np.arange(LENGTH) < 4, other_temperature(model), np.nan)
     assert search.add("temperature:0.7", begun, cut=True) < 1e-6
 

@@ -25,10 +25,12 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     shown_attention,
     tf32_attention,
 )
-from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, type_of
+from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, holding, type_of
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     Inside,
+    changed_inputs,
+    changed_outputs,
     round_significant,
     rounded_outputs,
     scaled_fp8,
@@ -80,11 +82,8 @@ def attention_scale(model: Any, factor: float) -> Iterator[None]:
 @contextmanager
 def embedding_scale(model: Any, factor: float) -> Iterator[None]:
     """Embeddings of the input times ``factor``, as some models multiply them."""
-    hook = model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output * factor)
-    try:
+    with changed_outputs([model.get_input_embeddings()], lambda _inputs, output: output * factor):
         yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -156,11 +155,9 @@ def rounded_head(model: Any, kind: str, *, inputs: bool = True, logits: bool = T
     with ExitStack() as stack:
         bits = SIGNIFICANT_BITS.get(kind)
         if bits is not None and inputs:
-            before = head.register_forward_pre_hook(lambda _m, given: (round_significant(given[0], bits),))
-            stack.callback(before.remove)
+            stack.enter_context(changed_inputs([head], partial(round_significant, bits=bits)))
         if bits is not None and logits:
-            after = head.register_forward_hook(lambda _m, _i, output: round_significant(output, bits))
-            stack.callback(after.remove)
+            stack.enter_context(rounded_outputs([head], bits))
         stack.enter_context(_head_weight(model, parse_rounding(kind)(head.weight.data)))
         yield
 
@@ -276,12 +273,8 @@ def head_changes(model: Any) -> dict[str, Inside]:
 @contextmanager
 def without_norms(model: Any) -> Iterator[None]:
     """Queries and keys without their norms."""
-    hooks = [norm.register_forward_hook(lambda _module, inputs, _output: inputs[0]) for norm in _query_norms(model)]
-    try:
+    with changed_outputs(_query_norms(model), lambda inputs, _output: inputs[0]):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _query_norms(model: Any) -> list[Any]:
@@ -319,26 +312,17 @@ def _activated(model: Any) -> list[Any]:
 @contextmanager
 def norm_offset(model: Any, offset: float) -> Iterator[None]:
     """Weights of the norms plus ``offset``: Gemma's norms multiply by 1 + weight, those of others by weight."""
-    weights = [module.weight for module, _ in _norms(model) if isinstance(getattr(module, "weight", None), Tensor)]
-    before = [weight.data for weight in weights]
-    try:
-        for weight in weights:
-            weight.data = weight.data + offset
+    norms = {id(getattr(module, "weight", None)) for module, _ in _norms(model)}
+    moved = {name: weight.data + offset for name, weight in model.named_parameters() if id(weight) in norms}
+    with holding(model, moved):
         yield
-    finally:
-        for weight, own in zip(weights, before, strict=True):
-            weight.data = own
 
 
 @contextmanager
 def without_output(modules: Sequence[Any]) -> Iterator[None]:
     """Modules whose output is 0: what they add is missing."""
-    hooks = [module.register_forward_hook(lambda _m, _i, output: torch.zeros_like(output)) for module in modules]
-    try:
+    with changed_outputs(modules, lambda _inputs, output: torch.zeros_like(output)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _shared_experts(model: Any) -> list[Any]:

@@ -25,7 +25,7 @@ def other_ends(tokenizer: Any, prompts: Ids) -> dict[str, Ids]:
     found: dict[str, Ids] = {}
     for name, text in ENDS.items():
         end = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        has = [bool(end) and list(ids[-len(end) :]) == end for ids in prompts]
+        has = [0 < len(end) < len(ids) and list(ids[-len(end) :]) == end for ids in prompts]
         if any(has):
             found[f"{name} missing at the end"] = [
                 list(ids[: -len(end)]) if it else list(ids) for ids, it in zip(prompts, has, strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.interventions import minimise
+from trl_offpolicy.diagnosis.attribution.interventions import minimise, round_numbers
 from trl_offpolicy.engines.hf import Head, Ids, completion_logits
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -182,8 +182,7 @@ def _fitted_temperature(logits: Logits, target: Floats) -> float:
 def _rounded(loss: Callable[[float], float], value: float) -> float:
     """The number with the fewest digits that fits as well: settings are round numbers."""
     enough = AS_WELL * loss(value)
-    rounder = (float(f"{value:.{digits}g}") for digits in (1, 2, 3))
-    return next((one for one in rounder if loss(one) <= enough), value)
+    return next((one for one in round_numbers(value) if loss(one) <= enough), value)
 
 
 def _raw(logits: Logits) -> dict[str, Tensor]:

@@ -113,6 +113,16 @@ def _neighbours(grid: Sequence[float], place: int, *, open_ends: bool) -> tuple[
     return low, high
 
 
+def round_numbers(value: float) -> list[float]:
+    """The value with one, two and three digits: settings are round numbers.
+
+    Example:
+        >>> round_numbers(0.69985)
+        [0.7, 0.7, 0.7]
+    """
+    return [float(f"{value:.{digits}g}") for digits in (1, 2, 3)]
+
+
 def predicted(direction: Any, change: Any) -> float:
     """The step along ``direction`` that fits ``change`` best, by the median of their ratio where it moves much.
 

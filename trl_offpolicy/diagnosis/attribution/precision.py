@@ -36,10 +36,31 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
     8 digits are bfloat16, 11 float16 (its range is not limited here). Sums inside a layer stay float32, as on a GPU.
     """
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output: _rounded(output, bits))
+    kinds = [
+        module
         for module in model.modules()
         if isinstance(module, nn.Linear) or "Norm" in type(module).__name__ or "Attention" in type(module).__name__
+    ]
+    with rounded_outputs(kinds, bits):
+        yield
+
+
+@contextmanager
+def changed_outputs(modules: Iterable[Any], change: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """A context in which modules give ``change(inputs, output)``."""
+    hooks = [module.register_forward_hook(lambda _module, inputs, output: change(inputs, output)) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def changed_inputs(modules: Iterable[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which modules get another first input."""
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, inputs: (change(inputs[0]), *inputs[1:])) for module in modules
     ]
     try:
         yield
@@ -51,14 +72,8 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 @contextmanager
 def rounded_outputs(modules: Iterable[Any], bits: int) -> Iterator[None]:
     """A context in which the outputs of some modules are rounded to ``bits`` binary digits."""
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output: _rounded(output, bits)) for module in modules
-    ]
-    try:
+    with changed_outputs(modules, lambda _inputs, output: _rounded(output, bits)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -94,14 +109,8 @@ def part_roundings(model: Any) -> dict[str, Inside]:
 def rounded_inputs(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """A context in which the inputs of linear layers are rounded, as engines with quantised activations do."""
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
-    hooks = [
-        module.register_forward_pre_hook(lambda _module, inputs: (change(inputs[0]), *inputs[1:])) for module in linears
-    ]
-    try:
+    with changed_inputs(linears, change):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def scaled_int8(values: Tensor, *, whole: bool = False) -> Tensor:
@@ -233,15 +242,8 @@ def routers(model: Any) -> list[Any]:
 @contextmanager
 def rounded_routers(model: Any, bits: int) -> Iterator[None]:
     """A context in which routers see their input rounded to ``bits`` digits, so some tokens go to other experts."""
-    hooks = [
-        gate.register_forward_pre_hook(lambda _module, inputs: (round_significant(inputs[0], bits), *inputs[1:]))
-        for gate in routers(model)
-    ]
-    try:
+    with changed_inputs(routers(model), partial(round_significant, bits=bits)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _rounded(output: Any, bits: int) -> Any:

@@ -17,7 +17,14 @@ import torch
 from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.evidence import Bools, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.interventions import SMALL_TURN, Intervention, minimise, predicted, switch
+from trl_offpolicy.diagnosis.attribution.interventions import (
+    SMALL_TURN,
+    Intervention,
+    minimise,
+    predicted,
+    round_numbers,
+    switch,
+)
 from trl_offpolicy.diagnosis.attribution.layouts import Layout
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.diagnosis.attribution.precision import Inside
@@ -113,17 +120,17 @@ class Search:
         name = f"{one.cause}:{one.text(value)}"
         self.note(name)
         rows = self.first_rows if one.forwards else self.rows
+        others = [row for row in self.rows if row not in rows]
         try:
             logps = one.score(value, rows)
+            share = self.add(name, logps)
+            if others and share < PROMISING:
+                rest = one.score(value, others)
+                logps = np.where(np.isfinite(rest) | np.isneginf(rest), rest, logps)
+                share = self.add(name, logps)
         except torch.OutOfMemoryError:  # attention in plain steps holds all scores
             self.note(f"{name}: not tested, out of memory")
             return float("inf"), np.full_like(self.plain.logps, np.nan)
-        share = self.add(name, logps)
-        others = [row for row in self.rows if row not in rows]
-        if others and share < PROMISING:
-            rest = one.score(value, others)
-            logps = np.where(np.isfinite(rest) | np.isneginf(rest), rest, logps)
-            share = self.add(name, logps)
         return share, logps
 
     def turn(self, one: Intervention) -> None:
@@ -152,7 +159,7 @@ class Search:
         )  # fmt: skip
         best = min(tried, key=lambda value: tried[value][0])
         if tried[best][0] <= EXPLAINED:  # settings are round numbers, and the right one leaves nothing
-            for value in {float(f"{best:.{digits}g}") for digits in (1, 2, 3)} - set(tried):
+            for value in set(round_numbers(best)) - set(tried):
                 self.try_value(one, value)
 
     def _guesses(

@@ -27,13 +27,13 @@ def search_versions(search: Search) -> None:
     """Weights that differ between responses, or change within one: several replicas, updates amid a response."""
     weights = search.bench.weights
     names = sorted(weights, key=lambda name: search.left.get(name, 1.0))[:MOST_CONTEXTS]
+    observed = search.evidence.observed & np.isfinite(search.plain.logps)
+    lengths = observed.sum(1)[observed.any(1)]
+    if not names or not len(lengths) or np.median(lengths) < TOKENS_PER_CHOICE * (1 + len(names)):
+        return  # in a few tokens one of many fits by chance
     search.note("other weights in each response, or in a part of it")
     held = {"the trainer's": search.plain.logps}
     held |= {name.partition(":")[2]: Change(weights[name]).score(search) for name in names}
-    observed = search.evidence.observed & np.isfinite(search.plain.logps)
-    lengths = observed.sum(1)[observed.any(1)]
-    if len(held) < 2 or not len(lengths) or np.median(lengths) < TOKENS_PER_CHOICE * len(held):
-        return  # in a few tokens one of many fits by chance
     target = np.where(observed, search.target, np.nan)
     whole, within = chosen_versions(list(held.values()), target)
     for words, chosen in (("each response", whole), ("parts of the responses", within)):
@@ -81,7 +81,8 @@ def search_parts(search: Search) -> None:
         parts.climb(division)
         if search.solved:
             return
-    for context in sorted(contexts, key=lambda name: left_in_part(*search.alone(name)))[:WAYS]:
+    tested = [name for name in contexts if name in search.left]
+    for context in sorted(tested, key=lambda name: left_in_part(*search.alone(name)))[:WAYS]:
         if held := parts.values(context):
             search.turn(_on_the_way(search, context, held))
 
