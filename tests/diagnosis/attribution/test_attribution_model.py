@@ -17,13 +17,16 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.heads import logits_of, sampling_tests
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, left_share, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
+from trl_offpolicy.diagnosis.attribution.parts import holding
 from trl_offpolicy.diagnosis.attribution.precision import (
+    round_int4,
     round_significant,
     rounded_routers,
     rounded_weights,
     simulated_dtype,
 )
 from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
+from trl_offpolicy.engines.rounding import round_integer
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 PROMPTS = [[3 + i, 9, 40 + i][: 1 + i % 3] for i in range(6) for _ in range(4)]
@@ -93,6 +96,20 @@ def test_simulated_precisions_round_and_put_everything_back() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_experts_are_rounded_each_for_itself_and_routers_and_embeddings_not_at_all() -> None:
+    model = tiny_model("qwen3_moe").eval()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    stacks = [name for name in before if "experts" in name]
+    assert stacks and all(before[name].dim() == 3 for name in stacks)
+    with rounded_weights(model, "int8"):
+        inside = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for name in stacks:
+        for expert, value in enumerate(before[name]):
+            assert torch.equal(inside[name][expert], round_integer(value, bits=8)), name
+    changed = {name for name in before if not torch.equal(before[name], inside[name])}
+    assert changed == {*stacks, *(name for name in before if name.endswith("_proj.weight"))}
+
+
 def test_round_significant_is_bfloat16_at_8_digits() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     near = round_significant(values, 8)
@@ -129,12 +146,28 @@ def test_sampling_options_are_found_and_measured(cause: str, detail: str, head: 
     assert number(found.detail) == pytest.approx(number(detail), rel=0.03)
 
 
-def test_rounded_weights_are_found() -> None:
-    model = tiny_model().eval()
-    with rounded_weights(model, "int8"):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_rounded_weights_are_found(kind: Any) -> None:
+    model = tiny_model(kind).eval()
+    rounded = {
+        name: torch.stack([round_integer(one, bits=8) for one in (value if value.dim() == 3 else value[None])])
+        for name, value in model.named_parameters()
+        if "_proj" in name
+    }
+    with holding(model, {name: value if "experts" in name else value[0] for name, value in rounded.items()}):
         ids, logps = sampled(model)
     found = attribute(run_hypotheses(evidence_of(model, ids, logps), Bench(model, PROMPTS, ids)))
     assert (found.cause, found.detail) == ("precision", "int8 weights")
+
+
+def test_experts_alone_in_four_bits_are_found() -> None:
+    model = tiny_model("qwen3_moe").eval()
+    stacks = {name: value for name, value in model.named_parameters() if "experts" in name}
+    rounded = {name: torch.stack([round_int4(one, group=32) for one in value]) for name, value in stacks.items()}
+    with holding(model, rounded):
+        ids, logps = sampled(model)
+    found = attribute(run_hypotheses(evidence_of(model, ids, logps), Bench(model, PROMPTS, ids)))
+    assert (found.cause, found.detail) == ("precision", "int4 weights in groups of 32, experts only")
 
 
 @contextmanager

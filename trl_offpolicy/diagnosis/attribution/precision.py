@@ -10,24 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding, round_weights
+from trl_offpolicy.engines.rounding import WeightRounding, is_rounded, parse_rounding
 
 Inside = Callable[[], AbstractContextManager[Any]]
 SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
 
 
+def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Parameter]:
+    """What engines quantise, by name: (out, in) weights of linear layers, and (E, out, in) stacks of experts.
+
+    The head, the embeddings and the routers are left out, as engines leave them.
+
+    Args:
+        model: a model of ``transformers``.
+        experts_only: only the stacks, as in checkpoints of mixtures whose attention is not quantised.
+    """
+    linears = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and not experts_only}
+    return {
+        name: weight
+        for name, weight in model.named_parameters()
+        if is_rounded(name) and (id(weight) in linears or (weight.dim() == 3 and "experts" in name))
+    }
+
+
 @contextmanager
-def rounded_weights(model: Any, rounding: WeightRounding | str) -> Iterator[None]:
-    """Round linear weights as :func:`~trl_offpolicy.engines.rounding.round_weights` does; restore them at the end."""
-    modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    before = {name: module.weight.data for name, module in modules.items()}
+def changed_weights(model: Any, change: Callable[[Tensor], Tensor], *, experts_only: bool = False) -> Iterator[None]:
+    """A context in which every matrix of :func:`matrices` is changed, each expert's for itself."""
+    weights = list(matrices(model, experts_only=experts_only).values())
+    before = [weight.data for weight in weights]
     try:
-        for name, weight in round_weights(before.items(), parse_rounding(rounding)):
-            modules[name].weight.data = weight
+        for weight in weights:
+            held = weight.data
+            weight.data = change(held) if held.dim() == 2 else torch.stack([change(one) for one in held])
         yield
     finally:
-        for name, module in modules.items():
-            module.weight.data = before[name]
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+
+
+def rounded_weights(model: Any, rounding: WeightRounding | str) -> AbstractContextManager[None]:
+    """A context in which matrices are rounded as :func:`~trl_offpolicy.engines.rounding.round_weights` does."""
+    return changed_weights(model, parse_rounding(rounding))
+
+
+def _multipliers(model: Any) -> dict[str, Any]:
+    """Modules that multiply by a matrix, by name: linear layers (the head too), and those that hold stacked experts."""
+    stacks = {name.rpartition(".")[0] for name, weight in matrices(model).items() if weight.dim() == 3}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or name in stacks}
 
 
 @contextmanager
@@ -36,12 +65,8 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
     8 digits are bfloat16, 11 float16 (its range is not limited here). Sums inside a layer stay float32, as on a GPU.
     """
-    kinds = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__ or "Attention" in type(module).__name__
-    ]
-    with rounded_outputs(kinds, bits):
+    others = [m for m in model.modules() if "Norm" in type(m).__name__ or "Attention" in type(m).__name__]
+    with rounded_outputs([*_multipliers(model).values(), *others], bits):
         yield
 
 
@@ -78,12 +103,10 @@ def rounded_outputs(modules: Iterable[Any], bits: int) -> Iterator[None]:
 
 @contextmanager
 def rounded_products(model: Any, name: str) -> Iterator[None]:
-    """A context in which linear layers alone compute in ``bf16`` or ``fp16``, as under ``torch.autocast``."""
+    """A context in which matrix products alone are in ``bf16`` or ``fp16``, as under ``torch.autocast``."""
     bits = SIGNIFICANT_BITS[name]
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    with rounded_weights(model, name), rounded_outputs(linears, bits), rounded_inputs(
-        model, partial(round_significant, bits=bits)
-    ):  # fmt: skip
+    products, cut = _multipliers(model).values(), partial(round_significant, bits=bits)
+    with rounded_weights(model, name), rounded_outputs(products, bits), rounded_inputs(model, cut):
         yield
 
 
@@ -107,9 +130,11 @@ def part_roundings(model: Any) -> dict[str, Inside]:
 
 @contextmanager
 def rounded_inputs(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A context in which the inputs of linear layers are rounded, as engines with quantised activations do."""
-    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
-    with changed_inputs(linears, change):
+    """A context in which inputs of linear layers and of experts are rounded, as with quantised activations.
+
+    What an expert of a stack computes inside is not rounded.
+    """
+    with changed_inputs([m for name, m in _multipliers(model).items() if "lm_head" not in name], change):
         yield
 
 
@@ -192,29 +217,15 @@ def round_fp4(weight: Tensor, *, block: int, powers: bool) -> Tensor:
     return (levels[torch.bucketize(parts / scale, middles)] * scale).reshape(weight.shape).to(weight.dtype)
 
 
-@contextmanager
-def changed_weights(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A context in which the weights of linear layers, without the head, are changed."""
-    modules = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
-    before = [module.weight.data for module in modules]
-    try:
-        for module in modules:
-            module.weight.data = change(module.weight.data)
-        yield
-    finally:
-        for module, weight in zip(modules, before, strict=True):
-            module.weight.data = weight
-
-
 def weight_roundings(model: Any) -> dict[str, Inside]:
     """Contexts of weights that are rounded in rarer ways, by ``precision:detail``."""
-    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
-    columns = [m.weight.shape[1] for m in linears]
+    shapes = [weight.shape[-2:] for weight in matrices(model).values()]
+    columns = [shape[1] for shape in shapes]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "fp8 weights with a scale a tensor": partial(scaled_fp8, whole=True),
         "int8 weights with a scale a tensor": partial(scaled_int8, whole=True),
     }
-    if any(max(m.weight.shape) > FP8_BLOCK for m in linears):
+    if any(max(shape) > FP8_BLOCK for shape in shapes):
         ways["fp8 weights in blocks of 128"] = partial(round_fp8_blocks, block=FP8_BLOCK)
     for name, block, powers in (("mxfp4", 32, True), ("nvfp4", 16, False)):
         if all(count % block == 0 for count in columns):
@@ -222,9 +233,15 @@ def weight_roundings(model: Any) -> dict[str, Inside]:
     for group in (32, 128):
         if all(count % group == 0 for count in columns):
             ways[f"int4 weights in groups of {group}"] = partial(round_int4, group=group)
-    if all(m.weight.numel() % 64 == 0 for m in linears):
+    if all(shape.numel() % 64 == 0 for shape in shapes):
         ways["nf4 weights"] = round_nf4
-    return {f"precision:{name}": partial(changed_weights, model, way) for name, way in ways.items()}
+    found: dict[str, Inside] = {f"precision:{name}": partial(changed_weights, model, way) for name, way in ways.items()}
+    if matrices(model, experts_only=True):
+        found |= {
+            f"precision:{name}, experts only": partial(changed_weights, model, way, experts_only=True)
+            for name, way in ways.items()
+        }
+    return found
 
 
 @contextmanager
