@@ -139,6 +139,8 @@ def _temperature(evidence: TokenEvidence, _features: Features) -> str:
     return ""
 
 
+SURE = 2.0
+"""Standard errors beyond which rare tokens are known not to be missing."""
 _NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
 
 
@@ -168,13 +170,14 @@ def _lagging(evidence: TokenEvidence, features: Features) -> str:
 
 
 def _truncated(evidence: TokenEvidence, features: Features) -> str:
-    """Tokens that are never drawn lower the mean of -log p below the entropy."""
+    """Tokens that are never drawn lower the mean of -log p below the entropy; a test without power says nothing."""
     missing, surprise = features.missing_tail, features.surprise
     if evidence.entropies is None:
         return f"{_NO_ENTROPIES}: a softmax over more tokens, or a ban, gives such ratios, too"
     if math.isnan(surprise):
         return "too few tokens, or no entropies of this distribution, to see whether the rare ones are missing"
-    if surprise > -missing / 2:
+    error = abs(surprise / features.surprise_z) if features.surprise_z else math.inf
+    if surprise + missing > SURE * error:
         return (
             f"tokens are as rare as without truncation: the mean of -log p is {surprise:+.2g} nats from the entropy, "
             f"and such a kept mass would make it {-missing:.2g} or less"

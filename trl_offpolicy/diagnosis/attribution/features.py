@@ -37,6 +37,8 @@ DEEP = 2.3
 """Nats by which the trainer is below the engine at a token that it finds deep: a tenth of the probability."""
 LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
+LEAST_ALIKE, LEAST_MARKED = 8, 3
+"""Tokens from which on a number or factor that all share is judged, and tokens of the same mark (a bound, a zero)."""
 SAME_TOKEN = 0.02
 """|d| in nats up to which a log-prob that may be the most likely token's is that of the sampled one."""
 OVERLAP = 0.6
@@ -61,15 +63,19 @@ class Features:
         bulk: median |d| / root mean square of d; near 0 = a few tokens make the whole mismatch.
         top_tokens: share of the k3 in the top 2 % of tokens.
         spikes: kurtosis of z; about 3 to 5 for rounding errors.
-        temperature_fit: R^2 of d = s (b + H); NaN without entropies.
+        temperature_fit: R^2 of d = s (b + H); NaN without entropies, and for a handful of tokens.
+        temperature_rest: squares that this fit leaves / those that d = constant leaves.
         temperature_slope: s; 1 - 1 / T at small mismatch.
         temperature_own: R^2 of the engine's own log-probs under that slope; near 1 under another temperature.
-        surprise_fit: R^2 of d on a and a^2: the part of d that follows from the token's log-prob.
-        unit_fit: R^2 of d = s a.
+        surprise_fit: R^2 of d on a and a^2: the part of d that follows from the token's log-prob; 0 for a handful.
+        unit_fit: R^2 of d = s a; 0 for a handful of tokens.
+        unit_rest: squares that d = s a leaves / those that d = constant leaves. Near 1 where all a are alike, so that
+            a number fits as well as a factor.
         clipped: share of tokens (a count) at the smallest a whose b is lower, and not the same for all of them.
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         forced_alone: share of these tokens without another one beside them.
         forced_last: share of these tokens in runs up to the end of their row.
+        forced_tokens: number of these tokens.
         forced_depth: largest -d of these tokens, nats.
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
             entropies.
@@ -78,7 +84,8 @@ class Features:
         missing_engine, missing_trainer: share of the trainable tokens without a finite log-prob of that side.
         all_zero: every a is exactly 0.
         scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
-            median is noise.
+            median is noise, and for a handful of tokens.
+        grain: the same for a kept mass at least: it is chosen in steps of the probability of its least likely token.
         shift: distance between a[t] and b[t + s] of the best s in -3..3 / distance in place, in the rows that disagree.
         onset: share of disagreeing rows that agree up to a token and hardly ever after it.
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
@@ -88,9 +95,10 @@ class Features:
         elsewhere: share of the disagreeing tokens (a count) whose a is another token's b, beyond chance.
         above_entropy: share of tokens (a count) whose -a is above the entropy; 0 = a is never that of a rare token.
         deep: share of tokens (a count) to which the trainer gives less than a tenth of the engine's probability.
-        top_z: tokens that agree, less the sum of e^a, in standard errors: if a is the most likely token's log-prob, a
-            token agrees where it is that one, and that has the probability e^a.
-        missing_tail: nats by which -b - H must fall short at least if d is the log of a kept mass.
+        top_z: tokens that agree, less the sum of e^a, in standard errors; NaN if hardly one agrees. If a is the most
+            likely token's log-prob, a token agrees where it is that one, and that has the probability e^a.
+        missing_tail: nats by which -b - H must fall short at least if d is the log of a kept mass; NaN without
+            entropies.
         exact_rows: share of rows (a count) that agree at every token although others do not.
         rewritten: distance between a and the best simple function of b (running sum, probability, other base) /
             distance in place.
@@ -115,6 +123,7 @@ class Features:
     temperature_slope: float
     surprise_fit: float
     unit_fit: float
+    unit_rest: float
     clipped: float
     forced: float
     shift: float
@@ -123,6 +132,7 @@ class Features:
     early: float
     by_token: float
     temperature_own: float = float("nan")
+    temperature_rest: float = float("nan")
     swapped: float = float("nan")
     elsewhere: float = float("nan")
     above_entropy: float = float("nan")
@@ -137,6 +147,7 @@ class Features:
     has_experts: bool = False
     forced_alone: float = 0.0
     forced_last: float = 0.0
+    forced_tokens: int = 0
     forced_depth: float = 0.0
     forced_z: float = float("nan")
     self_median: float = 0.0
@@ -145,6 +156,7 @@ class Features:
     missing_trainer: float = 0.0
     all_zero: bool = False
     scatter: float = float("inf")
+    grain: float = 0.0
     top_z: float = float("nan")
     missing_tail: float = float("nan")
 
@@ -161,11 +173,11 @@ def extract(evidence: TokenEvidence) -> Features:
     d = np.clip(np.where(seen, evidence.old_per_token_logps, np.nan) - a, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     b, noise = a + d, noise_rms(evidence)
     flat, log_mu, size = d[seen], a[seen], token_k3(d[seen])
-    rms = float(np.sqrt(np.mean(flat**2))) or 1e-30
-    fit, slope, temperature_own = _temperature(evidence, b, d)
+    rms, enough = float(np.sqrt(np.mean(flat**2))) or 1e-30, flat.size >= LEAST_ALIKE
+    fit, slope, temperature_own, temperature_rest = _temperature(evidence, b, d)
     surprise, surprise_z = _surprise(evidence, b)
     rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d, evidence.entropies)
-    rows = disagreeing_rows(d, noise)
+    rows, entropies = disagreeing_rows(d, noise), evidence.entropies
     z = _scaled(b, d)
     forced = seen & (a == 0.0) & (d < FORCED)
     return Features(
@@ -182,8 +194,10 @@ def extract(evidence: TokenEvidence) -> Features:
         temperature_fit=fit,
         temperature_slope=slope,
         temperature_own=temperature_own,
-        surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)),
-        unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
+        temperature_rest=temperature_rest,
+        surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)) if enough else 0.0,
+        unit_fit=_r_squared(flat, log_mu[:, None], centred=False) if enough else 0.0,
+        unit_rest=1 - _r_squared(flat, log_mu[:, None]),
         clipped=_clipped(log_mu, flat, noise),
         forced=float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
         shift=_shift(a[rows], b[rows], d[rows], noise),
@@ -193,7 +207,7 @@ def extract(evidence: TokenEvidence) -> Features:
         by_token=_by_token(z, evidence),
         swapped=_swapped(a, b, rows),
         elsewhere=_elsewhere(a, b, d, noise),
-        above_entropy=_never_rare(a, evidence.entropies),
+        above_entropy=_never_rare(a, entropies),
         deep=float(np.mean(flat < -DEEP)),
         exact_rows=_exact_rows(d),
         rewritten=rewritten,
@@ -205,6 +219,7 @@ def extract(evidence: TokenEvidence) -> Features:
         has_experts=any(side is not None and side.experts for side in (evidence.engine, evidence.trainer)),
         forced_alone=_alone(forced),
         forced_last=_last(forced, seen),
+        forced_tokens=int(forced.sum()),
         forced_depth=float(np.max(-d[forced], initial=0.0)),
         forced_z=_surprise(evidence, np.where(forced, b, np.nan))[1],
         copied=_copied(evidence),
@@ -212,8 +227,9 @@ def extract(evidence: TokenEvidence) -> Features:
         missing_trainer=_missing(evidence, evidence.old_per_token_logps),
         all_zero=not np.any(log_mu),
         scatter=_scatter(flat, noise),
+        grain=float(np.exp(np.quantile(b[seen], 0.05)) / max(abs(np.median(flat)), 1e-30)),
         top_z=_top_z(log_mu, flat),
-        missing_tail=_missing_tail(flat),
+        missing_tail=float("nan") if entropies is None else _missing_tail(flat, b[seen], entropies[seen]),
     )
 
 
@@ -224,28 +240,33 @@ def _clipped(log_mu: Array, d: Array, noise: float) -> float:
     """
     cut = (log_mu <= log_mu.min() + 1e-9) & (d < -4 * noise)
     values = np.unique(np.round(d[cut], 4))
-    return float(np.mean(cut)) if 2 * len(values) > cut.sum() else 0.0
+    return float(np.mean(cut)) if cut.sum() >= LEAST_MARKED and 2 * len(values) > cut.sum() else 0.0
 
 
 def _scatter(d: Array, noise: float) -> float:
     low, middle, high = np.quantile(d, (0.05, 0.5, 0.95))
-    return float(max(high - low - 4 * noise, 0.0) / abs(middle)) if abs(middle) > 20 * noise else float("inf")
+    if len(d) < LEAST_ALIKE or abs(middle) <= 20 * noise:
+        return float("inf")
+    return float(max(high - low - 4 * noise, 0.0) / abs(middle))
 
 
 def _top_z(log_mu: Array, d: Array) -> float:
-    chance = np.exp(np.minimum(log_mu, 0.0))
+    """NaN where hardly a token agrees: then nothing shows that any of the numbers is that of the drawn token."""
+    chance, same = np.exp(np.minimum(log_mu, 0.0)), np.abs(d) < SAME_TOKEN
     spread = float(np.sqrt(np.sum(chance * (1 - chance))))
-    return float(np.sum((np.abs(d) < SAME_TOKEN) - chance)) / spread if spread else float("nan")
+    return float(np.sum(same - chance)) / spread if spread and same.sum() >= LEAST_MARKED else float("nan")
 
 
-def _missing_tail(d: Array) -> float:
-    """Mean of t (-log t), t = 1 - e^d.
+def _missing_tail(d: Array, b: Array, entropies: Array) -> float:
+    """Mean of t / (1 - t) e over the tokens, t = 1 - e^d: the least by which the mean of -b falls short of H.
 
-    To first order, tokens of a total probability t that are never drawn lower the mean of -log p by this below the
-    entropy, and by more if they are many.
+    Tokens of a total probability t that are never drawn have -log p = H + e on average. Each has at most the
+    probability t, and is less likely than the drawn token, so e is at least -log t - H, -b - H, and 0.
     """
-    missing = np.clip(-np.expm1(np.minimum(d, 0.0)), 0.0, 1.0)
-    return float(np.mean(np.where(missing > 0, -missing * np.log(np.where(missing > 0, missing, 1.0)), 0.0)))
+    missing = np.clip(-np.expm1(np.minimum(d, 0.0)), 0.0, 1 - 1e-6)
+    beyond = np.maximum(np.maximum(-np.log(np.maximum(missing, 1e-30)), -b) - entropies, 0.0)
+    short = missing / (1 - missing) * beyond
+    return float(np.mean(short[np.isfinite(short)])) if np.isfinite(short).any() else float("nan")
 
 
 def _missing(evidence: TokenEvidence, logps: Array) -> float:
@@ -425,23 +446,25 @@ def _r_squared(y: Array, columns: Array, *, centred: bool = True) -> float:
     return float(1 - np.sum((y - columns @ solution) ** 2) / max(total, 1e-60))
 
 
-def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, float, float]:
+def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, float, float, float]:
     """R^2 and slope of d on b + H without a constant, because log p^(1/T) = b / T - log Z moves by (1/T - 1)(b + H).
 
     The third number is the R^2 of the engine's own log-probs a = b - d under that slope. Where d is far larger than a,
-    d is nearly b, and any b fits: two policies with little in common look like a temperature.
+    d is nearly b, and any b fits: two policies with little in common look like a temperature. The fourth is what the
+    fit leaves of the squares of d - mean(d): near 1, one number for all tokens fits as well.
     """
-    missing = float("nan"), float("nan"), float("nan")
+    missing = (float("nan"),) * 4
     if evidence.entropies is None:
         return missing
     x = b + evidence.entropies
     use = np.isfinite(x) & np.isfinite(d)
-    if not use.any() or not np.any(x[use]):
+    if use.sum() < LEAST_ALIKE or not np.any(x[use]):
         return missing
     slope = float(np.sum(x[use] * d[use]) / np.sum(x[use] ** 2))
     a, left = (b - d)[use], d[use] - slope * x[use]
     own = float(1 - np.sum(left**2) / max(np.sum((a - a.mean()) ** 2), 1e-60))
-    return _r_squared(d[use], x[use][:, None], centred=False), slope, own
+    fit, rest = (_r_squared(d[use], x[use][:, None], centred=centred) for centred in (False, True))
+    return fit, slope, own, 1 - rest
 
 
 def _shift(a: Array, b: Array, d: Array, noise: float) -> float:

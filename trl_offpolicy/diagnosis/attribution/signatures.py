@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.features import Features
+from trl_offpolicy.diagnosis.attribution.features import LEAST_MARKED, Features
 
 OTHER_WEIGHTS = "other_weights"
 """Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
@@ -31,7 +31,9 @@ class Limits:
         forced_last: share of these tokens in runs to the end of their row, above which they are none either.
         top_z: standard errors by which the tokens that agree may miss the number that are the most likely ones.
         unit_fit: R^2 above which log-probs differ by a factor.
+        unit_rest: times what one number for all tokens leaves that the factor may leave.
         constant: spread of d / its mean up to which all tokens differ by the same number.
+        grain: times the least scatter of a kept mass from which on d may be one.
         clipped: share of tokens at the smallest log-prob.
         positive: share of positive d up to which the support is truncated.
         drift: mean / root mean square of d below which it is.
@@ -41,6 +43,7 @@ class Limits:
         shift: residual after a shift by one below which tokens are shifted.
         onset: share of rows that break off at a token.
         temperature_fit: R^2 above which the sharpness explains all.
+        temperature_rest: times what one number for all tokens leaves that the sharpness may leave.
         temperature_own: R^2 of a flatter engine's own log-probs under it, below which it is no temperature.
         surprise_fit: the same as temperature_fit where entropies are absent.
         bulk: median / root mean square of d below which most tokens agree.
@@ -66,7 +69,9 @@ class Limits:
     forced_last: float = 0.5
     top_z: float = 4.0
     unit_fit: float = 0.98
+    unit_rest: float = 0.1
     constant: float = 0.01
+    grain: float = 0.1
     clipped: float = 0.05
     positive: float = 0.02
     drift: float = -0.3
@@ -76,6 +81,7 @@ class Limits:
     shift: float = 0.3
     onset: float = 0.5
     temperature_fit: float = 0.85
+    temperature_rest: float = 0.5
     temperature_own: float = 0.9
     surprise_fit: float = 0.5
     bulk: float = 0.13
@@ -215,6 +221,8 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
     Greedy requests give zeros as well, of likelier tokens than draws are. Of zeros alone nothing is known.
     """
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
+    if f.forced_tokens < LEAST_MARKED:
+        return Signature("tool_tokens", 0.0, f"{text}, too few of them to tell what they are")
     if f.forced_depth < math.log(2):
         return Signature("tool_tokens", 0.0, text + ", all of them likely: alone in a nucleus, or rounded to 1")
     if f.forced_last > limits.forced_last and f.forced_z < -limits.surprise_z:
@@ -235,13 +243,23 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
     if f.rewritten < limits.exact:
         text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
         return Signature("misalignment", 1.0, text)
-    if f.scatter < limits.constant and not f.surprise_z < -limits.surprise_z:  # nor are rare tokens missing
+    if f.scatter < limits.constant and not _may_be_kept_mass(f, limits):
         return Signature("misalignment", 1.0, "all log-probs differ by the same number (another normaliser?)")
-    if f.unit_fit > limits.unit_fit:
+    if f.unit_fit > limits.unit_fit and f.unit_rest < limits.unit_rest:
         return Signature("misalignment", 1.0, "the log-probs differ by a constant factor (another unit?)")
     return Signature(
         "misalignment", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
     )
+
+
+def _may_be_kept_mass(f: Features, limits: Limits) -> bool:
+    """Whether d may be the log of a kept mass, which is nearly constant where no token is likely.
+
+    It may not if it is more constant than such a mass can be, or if the tokens are as rare as draws of all.
+    """
+    error = abs(f.surprise / f.surprise_z) if f.surprise_z else float("nan")
+    nothing_missing = f.surprise + f.missing_tail > limits.surprise_z * error
+    return f.drift < 0 and f.scatter > limits.grain * f.grain and not nothing_missing
 
 
 def _truncated(f: Features, limits: Limits) -> Signature:
@@ -265,6 +283,8 @@ def _temperature(f: Features, limits: Limits) -> Signature:
         score, fit = above(f.temperature_fit, limits.temperature_fit), f.temperature_fit
         # a flatter engine's log-probs are small beside the mismatch, and so are those of any other policy
         if f.temperature_slope > 0 and f.temperature_own < limits.temperature_own:
+            score = 0.0
+        if f.temperature_rest > limits.temperature_rest:
             score = 0.0
     return Signature("temperature", score, f"{fit:.0%} of the mismatch follows from how sharp the distribution is")
 
