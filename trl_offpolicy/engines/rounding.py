@@ -18,7 +18,7 @@ from trl_offpolicy.parts import parse_settings
 _BITS = {"int8": 8, "int4": 4, "int3": 3}
 _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TYPES = (*_BITS, "fp8", *_FLOATS)
-_UNROUNDED = ("embed_tokens", "lm_head")
+_UNROUNDED = ("embed", "wte", "wpe", "lm_head")
 _FP8_MAX = 448.0
 _TINY = torch.finfo(torch.float32).tiny
 

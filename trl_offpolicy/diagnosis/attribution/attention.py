@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,11 +19,32 @@ from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, roun
 
 SHOWN = ("sdpa", "eager")
 """Implementations that give the same numbers as this one."""
+CHECKED = 12
+"""Tokens on which that is checked."""
+
+
+_SAME: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Models that were looked at, and whether attention in plain steps is theirs."""
 
 
 def replaceable(model: Any) -> bool:
-    """True if the model takes its attention from the table."""
-    return _implementation(model) in SHOWN
+    """True if the model takes its attention from the table, and gives the same numbers with that of this module."""
+    if _implementation(model) not in SHOWN:
+        return False
+    if model not in _SAME:
+        _SAME[model] = _is_same(model)
+    return _SAME[model]
+
+
+@torch.no_grad()
+def _is_same(model: Any) -> bool:
+    """Whether a few tokens have the same logits (1 % of their spread) with attention in plain steps."""
+    rows = len(model.get_input_embeddings().weight)
+    ids = (torch.arange(CHECKED, device=next(model.parameters()).device) * 7 % rows)[None]
+    plain = model(input_ids=ids, use_cache=False).logits.float()
+    with shown_attention(model):
+        shown = model(input_ids=ids, use_cache=False).logits.float()
+    return bool((shown - plain).abs().max() <= 0.01 * plain.std())
 
 
 def _implementation(model: Any) -> str:
@@ -51,13 +73,16 @@ def shown_attention(
 
     def attend(
         _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
-        **_others: Any,
+        softcap: float | None = None, s_aux: Tensor | None = None, **_others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         query, key, value = prepare(query), prepare(key), prepare(value)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        found = change(query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5))
-        return (weigh(_masked(found, mask).softmax(-1)) @ value).transpose(1, 2).contiguous(), None
+        found = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+        if softcap is not None:
+            found = softcap * torch.tanh(found / softcap)
+        parts = _softmax(_masked(change(found), mask), s_aux)
+        return (weigh(parts) @ value).transpose(1, 2).contiguous(), None
 
     name = _implementation(model)
     before = TABLE.get(name) if name in TABLE else None
@@ -69,6 +94,14 @@ def shown_attention(
             del TABLE[name]
         else:
             TABLE[name] = before
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Shares of the keys; ``sinks`` (heads) are scores of a key more each, which has no value (GPT-OSS)."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.reshape(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], -1).to(scores.dtype)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -124,6 +124,8 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     for cause in ("dropout", "unreported_sampling", *unseen, "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
             sure = CONFIDENCE[cause]
+            if cause == "none" and features.k3 > BEYOND_FLOOR * features.floor:
+                sure *= HIDDEN
             if cause == "dropout" and evidence.trainer is not None and evidence.trainer.dropout == 0.0:
                 sure *= DECLARED_EQUAL
             chosen = _Answer(cause, sure, first[cause].reason, "log-probs")
@@ -209,6 +211,8 @@ CONFIDENCE = {
 """Confidence in answers from log-probs alone, by cause; set by hand on the tune side of ``benchmarks/faults``."""
 SEEN = {"precision": 0.8, "parallelism": 0.4, "on_purpose": 0.8}
 """The same for a difference that was seen: these are there in many healthy runs, any other is the cause."""
+BEYOND_FLOOR, HIDDEN = 20.0, 0.8
+"""Times the measured floor from which 16 bits on both sides are why there is none, and the factor: as much may hide."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
 CONTRADICTED = 0.5
@@ -381,10 +385,8 @@ def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: s
     if second and alone.get(second, 1.0) < alone.get(cause, 1.0):  # named after its larger part
         cause, second = second, cause
     exact = evidence.both_exact
-    first = key.partition(" + ")[0]
-    reason = (
-        f"scoring the same tokens with {first.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
-    )
+    words = _in_words(f"{key.partition(' + ')[0]}:{detail}")
+    reason = f"scoring the same tokens with {words} leaves {left:.1%} of the {side}'s mismatch"
     if not second:
         member = _member(evidence, cause)
         return _Answer(member, _of_left(cause, left, exact=exact), reason, "tested", detail, 1 - left)
@@ -395,7 +397,18 @@ def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: s
     clearly = best - left > 0.1 or left < 0.1 * best
     confidence = min(_of_left(one, left, exact=exact) for one in (cause, second)) if clearly else 0.0
     parts = ((cause, first_share), (second, gain))
-    return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
+    return _Answer(cause, confidence, reason, "tested", words, 1 - left, parts)
+
+
+def _in_words(test: str) -> str:
+    """The name of a test for readers.
+
+    Example:
+        >>> _in_words("temperature:0.7 + truncated_sampling:top_p 0.9")
+        'temperature 0.7, and truncated sampling top_p 0.9'
+    """
+    parts = [one.partition(":") for one in test.split(" + ")]
+    return ", and ".join(f"{cause.replace('_', ' ')} {detail}" for cause, _, detail in parts)
 
 
 def _member(evidence: TokenEvidence, cause: str) -> str:

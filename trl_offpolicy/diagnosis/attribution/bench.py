@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,18 +82,26 @@ class Bench:
         return out
 
     @property
+    def begins(self) -> tuple[int, ...]:
+        """Ids that may begin a prompt."""
+        return self._known(listed(getattr(self.model.config, "bos_token_id", None)))
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """Ids that end a completion: those given, or those of the model's generation configuration."""
-        if self.stop_ids is not None:
-            return tuple(self.stop_ids)
-        return listed(self._configured("eos_token_id"))
+        return self._known(listed(self._configured("eos_token_id")) if self.stop_ids is None else self.stop_ids)
 
     @property
     def pads(self) -> tuple[int, ...]:
         """Ids that may pad."""
         if self.pad_ids is not None:
-            return tuple(self.pad_ids)
-        return tuple(dict.fromkeys([*listed(self._configured("pad_token_id")), *self.ends, 0]))
+            return self._known(self.pad_ids)
+        return self._known([*listed(self._configured("pad_token_id")), *self.ends, 0])
+
+    def _known(self, ids: Iterable[int]) -> tuple[int, ...]:
+        """Those of some ids that the model has, each once: a cut-down model may keep the settings of the whole one."""
+        rows = int(self.model.get_input_embeddings().weight.shape[0])
+        return tuple(dict.fromkeys(token for token in ids if 0 <= token < rows))
 
     def _configured(self, name: str) -> Any:
         configs = (getattr(self.model, "generation_config", None), self.model.config)

@@ -33,6 +33,7 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     changed_outputs,
     round_significant,
     rounded_outputs,
+    routers,
     scaled_fp8,
     scaled_int8,
 )
@@ -310,6 +311,19 @@ def _activated(model: Any) -> list[Any]:
 
 
 @contextmanager
+def without_attention_caps(model: Any) -> Iterator[None]:
+    """Attention scores as they are where the model caps them (Gemma 2)."""
+    with ExitStack() as stack:
+        for module in _capped_attentions(model):
+            stack.enter_context(_replaced(module, "attn_logit_softcapping", None))
+        yield
+
+
+def _capped_attentions(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(vars(m).get("attn_logit_softcapping"), float | int)]
+
+
+@contextmanager
 def norm_offset(model: Any, offset: float) -> Iterator[None]:
     """Weights of the norms plus ``offset``: Gemma's norms multiply by 1 + weight, those of others by weight."""
     norms = {id(getattr(module, "weight", None)) for module, _ in _norms(model)}
@@ -334,6 +348,11 @@ def part_changes(model: Any) -> dict[str, Inside]:
     found: dict[str, Inside] = {}
     if _query_norms(model):
         found["model_config:no norms of queries and keys"] = partial(without_norms, model)
+    if _capped_attentions(model):
+        found["model_config:no soft cap on attention scores"] = partial(without_attention_caps, model)
+    if sinks := {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}:
+        least = {name: torch.full_like(p.data, torch.finfo(p.dtype).min / 2) for name, p in sinks.items()}
+        found["model_config:no attention sinks"] = partial(holding, model, least)
     if _biased(model):
         found["model_config:no biases of linear layers"] = partial(without_biases, model)
     if _norms(model):
@@ -350,10 +369,11 @@ def part_changes(model: Any) -> dict[str, Inside]:
 def expert_changes(model: Any) -> dict[str, Inside]:
     """One expert more or less per token; empty for a dense model."""
     count = min((module.top_k for module in _choosers(model)), default=0)
+    most = min((len(module.weight) for module in routers(model) if hasattr(module, "weight")), default=0)
     found: dict[str, Inside] = {}
     if count > 1:
         found[f"model_config:{count - 1} experts per token for {count}"] = partial(experts_per_token, model, -1)
-    if count:
+    if 0 < count < most:
         found[f"model_config:{count + 1} experts per token for {count}"] = partial(experts_per_token, model, 1)
     if shared := _shared_experts(model):
         found["model_config:no shared expert"] = partial(without_output, shared)

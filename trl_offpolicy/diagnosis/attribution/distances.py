@@ -40,7 +40,7 @@ def spread(values: Array) -> float:
 
 
 def rank_correlation(x: Array, y: Array) -> float:
-    """Spearman's rank correlation; NaN if one side does not vary.
+    """Spearman's rank correlation, equal values at the mean of their ranks; NaN if one side does not vary.
 
     Example:
         >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.3]))
@@ -48,5 +48,10 @@ def rank_correlation(x: Array, y: Array) -> float:
     """
     if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
         return float("nan")
-    first, second = (np.argsort(np.argsort(v, kind="stable"), kind="stable") for v in (x, y))
-    return float(round(np.corrcoef(first, second)[0, 1], 12))
+    return float(round(np.corrcoef(_ranks(x), _ranks(y))[0, 1], 12))
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count + 1) / 2)[place]

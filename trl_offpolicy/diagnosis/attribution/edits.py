@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.bench import Bench, listed
+from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
 
@@ -61,8 +61,8 @@ class PromptSearch:
     _specials: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        bos = listed(getattr(self.bench.model.config, "bos_token_id", None))
-        self._specials = tuple(dict.fromkeys([*bos, *self.bench.ends, *self.bench.pads]))
+        bench = self.bench
+        self._specials = tuple(dict.fromkeys([*bench.begins, *bench.ends, *bench.pads]))
 
     # --------------------------------------------------------------------------------------------------- one row
 
@@ -126,7 +126,7 @@ class PromptSearch:
         ids = list(self.bench.prompt_ids[row])
         length = len(ids)
         found: list[Key] = [("added", 0, ids[0]), ("added", length, ids[-1]), ("missing", 0, 1)]
-        found += [("missing", length - count, length) for count in (1, 2, 3)]
+        found += [("missing", length - count, length) for count in (1, 2, 3) if count < length]
         found += [("twice", length - count, length) for count in range(2, MOST_TWICE + 1) if count < length]
         for token in self._specials:
             found += [("added", 0, token), ("added", length, token)]
@@ -277,8 +277,7 @@ def _added(prompts: dict[int, Ids], keys: dict[int, Key], search: PromptSearch) 
     if end and all(key[2] == prompts[row][-1] for row, key in keys.items()):
         return "last token doubled"
     token = next(iter(tokens))
-    bos = listed(getattr(search.bench.model.config, "bos_token_id", None))
-    what = "BOS token" if token in bos else f"token {token}"
+    what = "BOS token" if token in search.bench.begins else f"token {token}"
     where = "in front" if front else "at the end"
     return f"a {what} more {where if front or end else 'inside'}"
 
@@ -295,5 +294,6 @@ def _missing(spans: Sequence[tuple[int, int, int]]) -> str:
             return "first token missing"
         if len({n - b for _, b, n in spans}) == 1:
             return f"cut to its last {length - last} tokens"
-        return f"the beginning missing ({min(counts)} to {max(counts)} tokens)"
+        most = "" if len(counts) == 1 else f" to {max(counts)}"
+        return f"the beginning missing ({min(counts)}{most} tokens)"
     return f"tokens {first} to {last - 1} of {length} missing in a row"

@@ -33,6 +33,8 @@ AS_WELL = 1.01
 GREEDY = "0 (greedy)"
 ALONG, LEAST_OF_PART = 6, 6
 """Parts of the responses, by position, in which a temperature may differ, and tokens that each part must have."""
+APART, HALF = 1.02, 0.5
+"""Ratio from which temperatures differ, and share of what a single one leaves up to which they are several."""
 CANDIDATES = 20
 """Tokens tested for a bias, the best of a linear fit over the whole vocabulary."""
 
@@ -199,7 +201,8 @@ def _greedy(logits: Logits, ranks: Floats) -> dict[str, Tensor]:
 
 def _temperatures(logits: Logits, target: Floats) -> dict[str, Tensor]:
     """Temperatures that differ between responses, or along them: one for each response, or for each part of them."""
-    rows, places = logits.rows.numpy(), logits.places.numpy()
+    rows, places, alone = logits.rows.numpy(), logits.places.numpy(), _fitted_temperature(logits, target)
+    whole = _gap(logits.under(Head(alone, logits.head.truncation)).numpy(), target)
     borders = np.quantile(places, np.arange(1, ALONG) / ALONG)
     parts = {"in each response": rows, "in each part of the responses": np.searchsorted(borders, places)}
     found: dict[str, Tensor] = {}
@@ -213,7 +216,8 @@ def _temperatures(logits: Logits, target: Floats) -> dict[str, Tensor]:
             some = replace(logits, values=logits.values[here], ids=logits.ids[here])
             values.append(_fitted_temperature(some, target[part == one]))
             logps[here] = some.under(Head(values[-1], some.head.truncation))
-        found[f"temperature:another {words}, {min(values):.3g} to {max(values):.3g}"] = logps
+        if max(values) > APART * min(values) and _gap(logps.numpy(), target) < HALF * whole:
+            found[f"temperature:another {words}, {min(values):.3g} to {max(values):.3g}"] = logps
     return found
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.attention import replaceable
@@ -58,6 +59,7 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     routers,
     simulated_dtype,
     weight_roundings,
+    widened,
 )
 from trl_offpolicy.diagnosis.attribution.prefixes import blocks, score_after
 from trl_offpolicy.diagnosis.attribution.search import (
@@ -65,6 +67,7 @@ from trl_offpolicy.diagnosis.attribution.search import (
     EXPLAINED,
     FIRST_TOKENS_SCORED,
     FLEXIBLE,
+    REFUSED,
     Change,
     Search,
     differing,
@@ -79,6 +82,7 @@ from trl_offpolicy.functional.truncated_sampling import Truncation
 
 __all__ = ["FLEXIBLE", "REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
 
+HALF = (torch.bfloat16, torch.float16)
 PARTIAL = (0.15, 0.85)
 """Share left by the best test within which it is tested together with others."""
 MOST_PAIRS = 6
@@ -119,7 +123,10 @@ def _searched(evidence: TokenEvidence, bench: Bench, note: Callable[[str], None]
     """Every stage until one explains the mismatch."""
     search = Search(evidence, bench, note)
     for stage in STAGES:
-        stage(search)
+        try:
+            stage(search)
+        except REFUSED as error:
+            search.give_up(stage.__name__.strip("_").replace("_", " "), error)
         if search.solved:
             break
     return search
@@ -155,8 +162,9 @@ def _common(search: Search) -> Iterator[Intervention]:
         "misalignment", lambda count: f"the first {count:.0f} of the response's tokens lost",
         lambda count, rows: bench.score_without(rows, int(count), width=search.width), (1.0, 2.0),
     )  # fmt: skip
-    for name, layout in layouts(bench.prompt_ids, search.rows, pad_ids=bench.pads).items():
-        yield of_change(search, name, Change(layout=layout))
+    if search.laid_out:
+        for name, layout in layouts(bench.prompt_ids, search.rows, pad_ids=bench.pads).items():
+            yield of_change(search, name, Change(layout=layout))
 
 
 def _caches(search: Search) -> Iterator[Intervention]:
@@ -211,7 +219,7 @@ def _numbers(search: Search) -> Iterator[Intervention]:
     for setting in settings(bench.model).values():
         yield _of_setting(search, setting)
     sizes = windows(bench.prompt_ids, bench.completion_ids, search.rows)
-    if sizes:
+    if sizes and search.laid_out:
         widest = max(len(ids) for ids in bench.prompt_ids)
 
         def windowed(size: float, rows: Sequence[int]) -> Floats:
@@ -255,6 +263,7 @@ def _table(table: Table) -> Callable[[Search], None]:
             if search.solved:
                 return
 
+    stage.__name__ = table.__name__
     return stage
 
 
@@ -288,6 +297,7 @@ def usual_routers(model: Any) -> dict[str, Inside]:
 
 def usual_precisions(model: Any) -> dict[str, Inside]:
     """Contexts for the precisions that engines run in: 16 bits, rounded weights, KV cache, attention, output head."""
+    wide: dict[str, Inside] = {"precision:float32": partial(widened, model)} if model.dtype in HALF else {}
     simulated: dict[str, Inside] = {
         f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
     }
@@ -295,7 +305,7 @@ def usual_precisions(model: Any) -> dict[str, Inside]:
         f"precision:{name} weights": partial(rounded_weights, model, name)
         for name in ("int8", "fp8", "int4", "bf16", "fp16")
     }
-    return {**simulated, **rounded, **cache_changes(model), **head_changes(model)}
+    return {**wide, **simulated, **rounded, **cache_changes(model), **head_changes(model)}
 
 
 # --------------------------------------------------------------------------------------------- tests of one forward

@@ -65,7 +65,7 @@ def score_in_layout(
         positions = _positions(len(prompt), len(completion), padding, layout)
         logits = model(
             input_ids=ids.to(device),
-            attention_mask=_allowed(ids.shape[1], padding, len(prompt), layout)[None, None].to(device),
+            attention_mask=_mask(_allowed(ids.shape[1], padding, len(prompt), layout), model.dtype).to(device),
             position_ids=positions[None].to(device),
             use_cache=False,
         ).logits[0]
@@ -94,6 +94,11 @@ def _positions(prompt: int, completion: int, padding: int, layout: Layout) -> Te
     if layout.reset:
         positions[padding + prompt :] = torch.arange(completion)
     return positions
+
+
+def _mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """(1, 1, L, L): what is added to the scores. Eager attention would add a bool mask as it is."""
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
 
 
 def _allowed(length: int, padding: int, prompt: int, layout: Layout) -> Tensor:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from trl_offpolicy.engines.rounding import WeightRounding, is_rounded, parse_rounding
 
 Inside = Callable[[], AbstractContextManager[Any]]
+LINEAR = (nn.Linear, Conv1D)
+"""Modules that multiply by their weight; GPT-2's holds it as (in, out)."""
 SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
 
 
@@ -25,7 +28,7 @@ def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Paramete
         model: a model of ``transformers``.
         experts_only: only the stacks, as in checkpoints of mixtures whose attention is not quantised.
     """
-    linears = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and not experts_only}
+    linears = {id(m.weight) for m in model.modules() if isinstance(m, LINEAR) and not experts_only}
     return {
         name: weight
         for name, weight in model.named_parameters()
@@ -37,11 +40,15 @@ def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Paramete
 def changed_weights(model: Any, change: Callable[[Tensor], Tensor], *, experts_only: bool = False) -> Iterator[None]:
     """A context in which every matrix of :func:`matrices` is changed, each expert's for itself."""
     weights = list(matrices(model, experts_only=experts_only).values())
+    transposed = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
     before = [weight.data for weight in weights]
     try:
         for weight in weights:
             held = weight.data
-            weight.data = change(held) if held.dim() == 2 else torch.stack([change(one) for one in held])
+            if id(weight) in transposed:
+                weight.data = change(held.T.contiguous()).T.contiguous()
+            else:
+                weight.data = change(held) if held.dim() == 2 else torch.stack([change(one) for one in held])
         yield
     finally:
         for weight, data in zip(weights, before, strict=True):
@@ -56,7 +63,7 @@ def rounded_weights(model: Any, rounding: WeightRounding | str) -> AbstractConte
 def _multipliers(model: Any) -> dict[str, Any]:
     """Modules that multiply by a matrix, by name: linear layers (the head too), and those that hold stacked experts."""
     stacks = {name.rpartition(".")[0] for name, weight in matrices(model).items() if weight.dim() == 3}
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or name in stacks}
+    return {name: m for name, m in model.named_modules() if isinstance(m, LINEAR) or name in stacks}
 
 
 @contextmanager
@@ -242,6 +249,20 @@ def weight_roundings(model: Any) -> dict[str, Inside]:
             for name, way in ways.items()
         }
     return found
+
+
+@contextmanager
+def widened(model: Any) -> Iterator[None]:
+    """A context in which a model of 16 bits computes in float32, from the weights that it has."""
+    tensors = [one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()]
+    before = [one.data for one in tensors]
+    try:
+        for one in tensors:
+            one.data = one.data.float()
+        yield
+    finally:
+        for one, data in zip(tensors, before, strict=True):
+            one.data = data
 
 
 @contextmanager

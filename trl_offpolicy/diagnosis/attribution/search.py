@@ -6,6 +6,7 @@ the part of a batch that is at fault. The tables of hypotheses are in :mod:`.hyp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench
-from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Bools, Floats, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.interventions import (
     SMALL_TURN,
@@ -55,6 +56,10 @@ NEAR_NOTHING = 1e-3
 """Share of the largest difference up to which a token agrees."""
 PART_OF_TOKENS = 0.7
 """Share of the tokens that differ, up to which they are tested alone."""
+SAME_LAYOUT, NOISE = 0.1, 1e-4
+"""Share of the mismatch, and nats, by which a row in the plain layout may differ from the plain scores."""
+REFUSED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
+"""What a model may raise at a test that does not suit it."""
 LEAST_TOKENS = 16
 """Tokens that must differ to be tested alone."""
 
@@ -85,6 +90,24 @@ class Search:
         counts = np.cumsum(self.evidence.observed.sum(1)[order])
         enough = max(2, int(np.searchsorted(counts, FIRST_TOKENS_SCORED)) + 1)
         return sorted(order[:enough])
+
+    @cached_property
+    def laid_out(self) -> bool:
+        """Whether rows that are laid out by hand have the plain scores where nothing is changed.
+
+        They do not where a model makes masks of its own, as one with windows in some layers.
+        """
+        row = min(self.rows, key=lambda one: int(self.evidence.observed[one].sum()) or self.width + 1)
+        try:
+            laid = self.bench.score_layout([row], Layout(), 0, width=self.width)[row]
+        except REFUSED as error:
+            self.give_up("other layouts of padding and masks", error)
+            return False
+        plain, target = self.plain.logps[row], self.target[row]
+        use = self.evidence.observed[row] & np.isfinite(plain)
+        moved, mismatch = (distance(np.clip(one[use], -MAX_LOG_RATIO, MAX_LOG_RATIO))
+                           for one in (laid - plain, target - plain))  # fmt: skip
+        return moved <= max(SAME_LAYOUT * mismatch, NOISE**2)
 
     def add(self, name: str, logps: Floats, *, cut: bool = False) -> float:
         """Keep a result; returns the share of the mismatch that it leaves. ``cut``: rows were cut to save memory."""
@@ -128,10 +151,17 @@ class Search:
                 rest = one.score(value, others)
                 logps = np.where(np.isfinite(rest) | np.isneginf(rest), rest, logps)
                 share = self.add(name, logps)
-        except torch.OutOfMemoryError:  # attention in plain steps holds all scores
-            self.note(f"{name}: not tested, out of memory")
+        except REFUSED as error:  # attention in plain steps holds all scores; some models lack what a test needs
+            self.give_up(name, error)
             return float("inf"), np.full_like(self.plain.logps, np.nan)
         return share, logps
+
+    def give_up(self, what: str, error: Exception) -> None:
+        """Say that something was not tested, and why; the other tests go on."""
+        reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+        self.note(f"{what}: not tested, {reason}")
+        if not isinstance(error, torch.OutOfMemoryError):
+            warnings.warn(f"{what} was not tested: {reason}", RuntimeWarning, stacklevel=2)
 
     def turn(self, one: Intervention) -> None:
         """Try the values of an intervention, and refine the best one if it helps."""

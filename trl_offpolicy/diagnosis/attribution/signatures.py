@@ -142,7 +142,7 @@ def _none(f: Features, limits: Limits) -> Signature:
         and not (f.in_few and not f.has_experts)
     ):
         score = max(score, below(f.k3, f.trusted_floor))
-        text += ", 16-bit arithmetic on both sides"
+        text += f", 16-bit arithmetic on both sides explains up to {f.trusted_floor:.2g}"
     return Signature("none", score, text)
 
 
