@@ -43,10 +43,13 @@ class Walk(NamedTuple):
     above: Any
 
 
-def log_of(rows: list[dict[str, float]]) -> MetricsLog:
+def log_of(rows: list[dict[str, float | None]]) -> MetricsLog:
     return MetricsLog(
         tuple(
-            {"step": float(step), **{f"offpolicy/{key}": value for key, value in (HEALTHY | row).items()}}
+            {
+                "step": float(step),
+                **{f"offpolicy/{key}": value for key, value in (HEALTHY | row).items() if value is not None},
+            }
             for step, row in enumerate(rows, 1)
         )
     )
@@ -248,7 +251,7 @@ def gradient_spike(value: float, limits: Thresholds) -> set[str]:
 
 def one_token(value: float, limits: Thresholds) -> set[str]:
     """A log without KL k3: the mean distance of the tokens, and one that is far."""
-    far = {"mismatch/kl_k3": math.nan, "mismatch/logp_diff_mean": value, "mismatch/logp_diff_max": 6.0}
+    far = {"mismatch/kl_k3": None, "mismatch/logp_diff_mean": value, "mismatch/logp_diff_max": 6.0}
     return findings(log_of([far] * 12), limits)
 
 
@@ -317,7 +320,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     ),
     "prob_diff_high": (
         Walk(verdict("mismatch/prob_diff_max"), set(), OFF),
-        Walk(verdict("mismatch/prob_diff_max", mismatch__kl_k3=math.nan), set(), FAR),
+        Walk(verdict("mismatch/prob_diff_max", mismatch__kl_k3=None), set(), FAR),
         Walk(habits("mismatch/prob_diff_max", mismatch__kl_k3=0.01), [], ["largest difference averaged away"]),
     ),
     "chi2_moderate": (
@@ -374,7 +377,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     "ppl_ratio_low": (Walk(verdict("mismatch/ppl_ratio"), OFF, set()),),
     "logp_diff_outlier": (
         Walk(verdict("mismatch/logp_diff_max"), set(), OFF),
-        Walk(verdict("mismatch/logp_diff_max", mismatch__kl_k3=math.nan), set(), FAR),
+        Walk(verdict("mismatch/logp_diff_max", mismatch__kl_k3=None), set(), FAR),
     ),
     "k1_negative": (Walk(verdict("staleness/kl_k1", sign=-1.0), set(), OFF),),
     "k1_negative_share": (Walk(negative_k1, set(), OFF),),

@@ -66,8 +66,16 @@ def test_the_engine_field_parses_it() -> None:
 def test_a_misspelt_option_of_the_kit_is_no_argument_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"engine\.chek_sync is no option here .* Did you mean 'check_sync'\?"):
         EngineSettings.parse({"chek_sync": False})
-    monkeypatch.setattr(settings, "_vllm_has", lambda argument: argument == "chek_sync")
+    monkeypatch.setattr(settings, "_vllm_arguments", lambda: frozenset({"chek_sync", "dtype"}))
     assert EngineSettings.parse({"chek_sync": False}).arguments == {"chek_sync": False}
+    with pytest.raises(ValueError, match=r"engine\.dtpye is no option here .* Did you mean 'dtype'\?"):
+        EngineSettings.parse({"dtpye": "float32"})
+
+
+def test_arguments_of_the_installed_vllm_are_known() -> None:
+    pytest.importorskip("vllm")
+    known = {"dtype", "enforce_eager", "gpu_memory_utilization", "kv_cache_dtype", "max_model_len", "hf_overrides"}
+    assert known <= settings._vllm_arguments()
 
 
 def test_the_hardware_decides_on_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

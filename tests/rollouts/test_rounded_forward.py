@@ -139,7 +139,10 @@ def test_gradient_checkpointing_computes_the_same() -> None:
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2)), "transformer.wte.weight"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2)),
+            "transformer.h.0.attn.c_attn.weight",
+        ),
         (lambda: tiny_model("qwen3_moe"), "mlp.experts.gate_up_proj"),
         (lambda: with_adapter(lora_dropout=0.1), "lora_dropout must be 0"),
         (lambda: with_adapter(use_dora=True), "must be plain LoRA"),

@@ -245,3 +245,20 @@ def test_two_runs_in_one_table_are_refused(tmp_path: Path) -> None:
 def test_older_names_of_length_and_entropy(tmp_path: Path) -> None:
     (row,) = read(tmp_path, "log.jsonl", '{"step": 1, "completion_length": 80, "actor/entropy_loss": 0.4}\n').rows
     assert row["offpolicy/rollout/response_length_mean"] == 80 and row["offpolicy/loss/entropy"] == 0.4
+
+
+def test_numbers_that_are_none_are_told_and_text_under_our_names_is_none(tmp_path: Path) -> None:
+    text = "\n".join(
+        json.dumps({"step": step, "reward": None if step == 2 else 0.5, "offpolicy/mismatch/kl_k3": "abc"})
+        for step in range(1, 5)
+    )
+    log = read(tmp_path, "log.jsonl", text)
+    assert all(math.isnan(row["offpolicy/mismatch/kl_k3"]) for row in log.rows)
+    assert log.remarks[0] == (
+        "NaN, infinite or no number, and left out: offpolicy/mismatch/kl_k3 in 4, reward in 1 of 4 steps."
+    )
+
+
+def test_rows_without_a_step_that_is_known_say_which_keys_they_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"whole number under one of step, .* and its rows have iteration, kl"):
+        read(tmp_path, "log.jsonl", '{"iteration": 1, "kl": 0.1}')

@@ -230,7 +230,8 @@ CAUSES: dict[str, Cause] = {
         "The engine samples with other weights than the trainer scores with: older ones, another adapter, or updates "
         "in between. Log-probs alone do not tell which.",
         "Look at rollout/sync_agreement and rollout/version_lag_mean. Restart the engine and compare.",
-        "Sync before every generation and check that the weights arrived. Name the adapter in the request or merge it.",
+        "Sync before every generation and check that the weights arrived. With LoRA, name the adapter in the "
+        "request, or merge it.",
         "engine: {check_sync: true}\n",
     ),
     "wrong_adapter": Cause(

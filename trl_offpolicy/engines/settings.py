@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -149,7 +150,7 @@ class EngineSettings:
 
 
 def check_spelling(name: str, own: Sequence[str]) -> None:
-    """Raise if an argument for vLLM is nearly the name of an option of this kit, and vLLM has none of that name.
+    """Raise if vLLM has no argument of a name that is nearly one of its own, or of this kit's options.
 
     Args:
         name: what the user wrote.
@@ -158,16 +159,18 @@ def check_spelling(name: str, own: Sequence[str]) -> None:
     Raises:
         ValueError: names the option that was meant.
     """
-    close = get_close_matches(name, own, n=1, cutoff=0.8)
-    if close and not _vllm_has(name):
+    of_vllm = _vllm_arguments()
+    close = get_close_matches(name, {*own, *of_vllm}, n=1, cutoff=0.8)
+    if close and name not in of_vllm:
         raise ValueError(f"engine.{name} is no option here and no argument of vLLM. Did you mean {close[0]!r}?")
 
 
-def _vllm_has(argument: str) -> bool:
-    """True if the installed vLLM takes the argument. Its source is read, because an import takes seconds."""
+@cache
+def _vllm_arguments() -> frozenset[str]:
+    """What the installed vLLM's engine and ``LLM`` take. Their source is read, because an import takes seconds."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        return False
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    declared = rf"^    {re.escape(argument)}\s*:"
-    return source.is_file() and re.search(declared, source.read_text(encoding="utf-8"), re.MULTILINE) is not None
+        return frozenset()
+    sources = (Path(spec.origin).parent / place for place in ("engine/arg_utils.py", "entrypoints/llm.py"))
+    texts = [source.read_text(encoding="utf-8") for source in sources if source.is_file()]
+    return frozenset(name for text in texts for name in re.findall(r"^ {4,8}(\w+)\s*:", text, re.MULTILINE))

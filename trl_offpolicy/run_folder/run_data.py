@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _STEP_OF_ALL = "global_step/max_steps"
 END_OF_RUN_PREFIX = "train_"
 """Prefix of the keys in TRL's last row (``train_runtime``, ``train_loss``, ...): one number for the whole run."""
 
+_OWN = "offpolicy/"
 _KEPT, _DROPPED = "offpolicy/kept/", "offpolicy/keep/dropped_token_fraction"
 _BOOKKEEPING = frozenset(
     {*STEP_KEYS, TIME, "epoch", "num_tokens", "train/epoch", "_timestamp", "_runtime", "rollout/step"}
@@ -103,11 +105,13 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     path = metrics_file(run_dir)
     rows: dict[int, dict[str, float]] = {}
     skipped: list[int] = []
+    stepless: Mapping[str, Any] = {}
     repeated = dropped = 0
     for number, record in records(path):
         step = None if record is None else _step(record)
         if record is None or step is None:
             skipped.append(number)
+            stepless = stepless or record or {}
         elif row := _training_numbers(record):
             again = _add_row(rows, step, {**_without_empty(row), STEP: step})
             repeated += again
@@ -119,14 +123,14 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
             stacklevel=2,
         )
     if not rows:
-        raise ValueError(f"{path} must hold at least one training row, but got 0. These forms are read: {FORMS}.")
+        raise ValueError(f"{path} must hold at least one training row, but got 0. {_why_none(stepless)}")
     keys = {key for row in rows.values() for key in row}
     return MetricsLog(
         rows=tuple(translate(rows[step], loss) for step in sorted(rows)),
         skipped_lines=len(skipped),
         repeated_rows=repeated,
         frameworks=frameworks(keys),
-        remarks=(*_of_earlier_run(dropped), *remarks(keys, loss)),
+        remarks=(*_of_earlier_run(dropped), *_left_out(rows), *remarks(keys, loss)),
         broken=_broken(rows),
     )
 
@@ -135,6 +139,8 @@ _MUST_BE_FINITE = (
     *("grad_norm", "actor/grad_norm", "policy/grad_norm", "train/grad_norm"),
     *("loss", "actor/pg_loss", "policy/final_loss", "train/loss"),
 )
+_TOLD = ("kl_k3", "k3_kl", "/kl", "kl_k1", "logp_diff_mean", "logp_difference/mean", "reward", "score/mean")
+"""Ends of names of numbers that are told to be no number in some steps."""
 _LASTING = 3
 """Steps for which one of these must stay NaN or infinite: mixed precision skips single steps by design."""
 
@@ -145,6 +151,26 @@ def _broken(rows: Mapping[int, dict[str, float]]) -> tuple[str, int] | None:
     since = not_finite(ordered, _MUST_BE_FINITE)
     lasting = {name: step for name, step in since.items() if sum(row[STEP] >= step for row in ordered) >= _LASTING}
     return min(lasting.items(), key=lambda one: one[1], default=None)
+
+
+def _why_none(stepless: Mapping[str, Any]) -> str:
+    """What a log without any row lacks: a step in its rows, if it has some, else a form that is read."""
+    if not stepless:
+        return f"These forms are read: {FORMS}."
+    keys = ", ".join(list(stepless)[:5]) + (", ..." if len(stepless) > 5 else "")
+    return (
+        f"A row needs a whole number under one of {', '.join(STEP_KEYS)}, and its rows have {keys}: rename the key "
+        "that counts the steps."
+    )
+
+
+def _left_out(rows: Mapping[int, dict[str, float]]) -> tuple[str, ...]:
+    """A sentence on distances and rewards that are no number in some steps."""
+    counts = Counter(
+        key for row in rows.values() for key, value in row.items() if key.endswith(_TOLD) and not math.isfinite(value)
+    )
+    found = ", ".join(f"{key} in {count}" for key, count in sorted(counts.items()))
+    return (f"NaN, infinite or no number, and left out: {found} of {len(rows)} steps.",) if found else ()
 
 
 def _of_earlier_run(dropped: int) -> tuple[str, ...]:
@@ -211,6 +237,8 @@ def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The training entries of a row, with null as NaN; empty if it has none besides step, time and epoch."""
     skip = (*_EVALUATION, END_OF_RUN_PREFIX)
     training = {key: _number(value) for key, value in record.items() if not key.startswith(skip)}
+    # our own names hold numbers: what is none must not be as if it were not there
+    training = {key: math.nan if value is None and key.startswith(_OWN) else value for key, value in training.items()}
     row = {key: value for key, value in training.items() if value is not None}
     return row if row.keys() - _BOOKKEEPING else {}
 

@@ -216,7 +216,7 @@ def test_a_prefix_cache_without_a_full_block_changes_nothing(model: Any) -> None
 def test_other_weights_at_another_temperature_are_both_named(model: Any) -> None:
     engine = inside(model, version(model, "wrong_adapter:no adapter"), Head(1.15))
     found = answer(model, engine)
-    assert found.cause == "wrong_adapter" and "no adapter + temperature:1.15" in found.detail, found.reasons
+    assert found.cause == "wrong_adapter" and "no adapter, and temperature 1.15" in found.detail, found.reasons
     assert [cause for cause, _ in found.parts] == ["wrong_adapter", "temperature"]
 
 

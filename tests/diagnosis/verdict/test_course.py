@@ -12,15 +12,15 @@ from trl_offpolicy.diagnosis.verdict.judge import Diagnosis, diagnose
 from trl_offpolicy.run_folder.names import translate
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
-Number = float | Callable[[int], float]
+Number = float | Callable[[int], float] | None
 HEALTHY: dict[str, Number] = {"offpolicy/mismatch/kl_k3": 0.001, "offpolicy/mismatch/prob_pearson": 0.999}
 
 
 def judged(steps: int, metrics: dict[str, Number]) -> Diagnosis:
-    """A log with these metrics beside healthy ones: a number, or a function of the step."""
+    """A log with these metrics beside healthy ones: a number, a function of the step, or None = not logged."""
+    logged = {name: value for name, value in (HEALTHY | metrics).items() if value is not None}
     rows = (
-        {name: value(step) if callable(value) else value for name, value in (HEALTHY | metrics).items()}
-        for step in range(steps)
+        {name: value(step) if callable(value) else value for name, value in logged.items()} for step in range(steps)
     )
     return diagnose(MetricsLog(tuple(translate({"step": float(step), **row}) for step, row in enumerate(rows))))
 
@@ -140,7 +140,7 @@ def test_a_creep_does_not_make_up_for_a_fall() -> None:
 
 def test_huge_numbers_are_judged_without_an_error() -> None:
     for value in (-800.0, -1e300):
-        seen = judged(12, {"offpolicy/mismatch/kl_k3": float("nan"), "offpolicy/mismatch/kl_k1": value})
+        seen = judged(12, {"offpolicy/mismatch/kl_k3": None, "offpolicy/mismatch/kl_k1": value})
         assert seen.verdict == "critical" and seen.line()
     assert judged(60, {"grad_norm": 1e200, "offpolicy/mismatch/logp_diff_mean": 1e200}).line()
 
@@ -190,7 +190,7 @@ def test_a_mismatch_that_grows_is_said_before_it_is_large() -> None:
     assert found(60, offpolicy__mismatch__kl_k3=lambda step: 0.001 + 0.0002 * step) == [("engine_mismatch", "notice")]
     assert found(60, offpolicy__mismatch__kl_k3=lambda step: 1e-6 * 1.1**step) == []  # large only beside nothing
     only = {
-        "offpolicy/mismatch/kl_k3": float("nan"),
+        "offpolicy/mismatch/kl_k3": None,
         "offpolicy/mismatch/logp_diff_mean": lambda step: 0.02 + 0.002 * step,
     }
     assert [one.cause for one in judged(60, only).findings] == ["engine_mismatch"]
@@ -205,7 +205,7 @@ def test_a_negative_kl_k1_bounds_kl_k3_from_below() -> None:
 
 
 def test_a_mismatch_that_grows_thirtyfold_is_a_warning_and_no_rounding() -> None:
-    grows = {"offpolicy__mismatch__kl_k3": float("nan")}
+    grows = {"offpolicy__mismatch__kl_k3": None}
     assert found(60, **grows, offpolicy__mismatch__logp_diff_mean=lambda step: 0.01 if step < 30 else 0.15) == [
         ("engine_mismatch", "warning")
     ]
@@ -228,7 +228,7 @@ def test_a_run_without_anything_to_learn_from(beside: dict[str, Any], severity: 
 
 
 def test_one_far_token_of_a_log_without_kl_is_a_notice_with_the_next_test() -> None:
-    unlogged: dict[str, Number] = {"offpolicy/mismatch/kl_k3": float("nan"), "offpolicy/mismatch/prob_pearson": 0.999}
+    unlogged: dict[str, Number] = {"offpolicy/mismatch/kl_k3": None, "offpolicy/mismatch/prob_pearson": 0.999}
     stock = {"sampling/sampling_logp_difference/mean": 0.03, "sampling/sampling_logp_difference/max": 6.0}
     (finding,) = judged(40, unlogged | stock).findings
     assert finding.severity == "notice" and "trl_offpolicy.attach" in finding.fix and not finding.snippet

@@ -34,8 +34,12 @@ HEALTHY = {
 
 
 def log(steps: int = 12, **changed: Any) -> MetricsLog:
-    """Healthy rows with some metrics replaced: a number, or a function of the step. ``__`` stands for ``/``."""
+    """Healthy rows with some metrics replaced: a number, or a function of the step, or None = not logged.
+
+    ``__`` stands for ``/``.
+    """
     metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
+    metrics = {name: value for name, value in metrics.items() if value is not None}
     rows = [
         {"step": float(s), **{f"offpolicy/{k}": v(s) if callable(v) else v for k, v in metrics.items()}}
         for s in range(1, steps + 1)
@@ -45,6 +49,29 @@ def log(steps: int = 12, **changed: Any) -> MetricsLog:
 
 def causes(found: MetricsLog) -> list[tuple[str, str]]:
     return [(one.cause, one.severity) for one in diagnose(found).findings]
+
+
+@pytest.mark.parametrize(
+    ("lost", "critical"),
+    [
+        (lambda _step: True, True),
+        (lambda step: step > 9, True),
+        (lambda step: step > 10, False),
+        (lambda step: step < 12, False),
+        (lambda step: step % 3 == 0, False),
+    ],
+)
+def test_a_reward_that_is_no_number_up_to_the_last_step_is_critical(lost: Any, critical: bool) -> None:
+    rows = tuple({**row, "reward": math.nan if lost(row["step"]) else 0.5} for row in log().rows)
+    found = [(one.cause, one.severity) for one in diagnose(MetricsLog(rows)).findings]
+    assert found == ([("no_signal", "critical")] if critical else [])
+
+
+def test_two_steps_without_a_reward_are_all_there_are() -> None:
+    rows = tuple({**row, "reward": math.nan} for row in log(2).rows)
+    (finding,) = diagnose(MetricsLog(rows)).findings
+    assert finding.severity == "critical" and "reward functions" in finding.fix
+    assert "NaN or infinite 2.0000 (of 2 steps" in finding.symptom
 
 
 def test_a_healthy_run_is_ok() -> None:
@@ -61,11 +88,13 @@ def test_a_healthy_run_is_ok() -> None:
         ({"mismatch__prob_pearson": 0.98}, ("engine_mismatch", "notice")),
         ({"mismatch__kl_k3": 0.03}, ("engine_mismatch", "notice")),
         ({"mismatch__prob_diff_max": 0.6}, ("engine_mismatch", "notice")),
-        ({"mismatch__prob_diff_max": 0.6, "mismatch__kl_k3": math.nan}, ("engine_mismatch", "warning")),
+        ({"mismatch__prob_diff_max": 0.6, "mismatch__kl_k3": None}, ("engine_mismatch", "warning")),
         ({"mismatch__prob_diff_max": 0.6, "mismatch__prob_pearson": 0.98}, ("engine_mismatch", "warning")),
         ({"mismatch__log_ppl_diff": 0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__log_ppl_diff": -0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__nonfinite_fraction": 0.01}, ("nonfinite", "warning")),
+        ({"mismatch__kl_k3": math.inf}, ("nonfinite", "warning")),
+        ({"mismatch__kl_k3": lambda step: math.nan if step > 9 else 0.001}, ("nonfinite", "warning")),
         ({"mismatch__nonfinite_fraction": 1.0}, ("engine_logprobs_missing", "critical")),
         ({"total__nonfinite_fraction": 1.0}, ("engine_logprobs_missing", "critical")),
         ({"staleness__kl_k3": 0.06}, ("policy_staleness", "warning")),

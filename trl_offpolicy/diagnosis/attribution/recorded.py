@@ -185,7 +185,8 @@ def _with_course(found: Attribution, course: Course, evidence: TokenEvidence) ->
     says = " although both sides declare the same weights" if synced else ""
     told = found.reasons
     if found.cause == "unknown":  # or its "closest" cause would read as if it contradicted the one that is named
-        told = (*(f"by the tokens of one step alone {one}" for one in told[:1]), *told[1:])
+        closest = "" if found.runner_up is None else f" (closest: {CAUSES[found.runner_up].title})"
+        told = (f"the tokens of one step alone do not show it{closest}", *told[1:])
     return replace(
         found, cause="stale_weights" if synced else OTHER_WEIGHTS, coarse=OTHER_WEIGHTS, confidence=COURSE_CONFIDENCE,
         runner_up=found.cause if found.cause != "unknown" else found.runner_up, detail="", basis="log-probs",

@@ -42,6 +42,7 @@ _DERIVED_WORDS = {
     "learning": "mean of {steps} steps less that of 100 steps before",
     "gained": "mean of the last five steps less that of the first five",
     "still/gradient": "share of {steps} steps",
+    "lost": "of {steps} steps",
 }
 
 
@@ -75,9 +76,31 @@ def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
         if not name.endswith(INTERVAL) and values:
             found |= _statistics(last, name, values, logged)
     found |= _distances(found, last, thresholds)
-    found |= _weights(found, last) | _halves(last) | _lags(found) | _reward_gap(last)
+    found |= _weights(found, last) | _halves(last) | _lags(found) | _reward_gap(last) | _lost(last)
     everything = found | course(rows, window, found, thresholds)
     return {name: value for name, value in everything.items() if math.isfinite(value)}
+
+
+LOST_STEPS = 3
+"""Last steps in a row without a finite number that are no accident; fewer are none if no step has one."""
+_LOST = {
+    "lost/distance": tuple(
+        f"{PREFIX}{group}/{name}" for group in ("mismatch", "total") for name in ("kl_k3", "kl_k1", "logp_diff_mean")
+    ),
+    "lost/reward": ("reward",),
+}
+
+
+def _lost(last: Sequence[Row]) -> dict[str, float]:
+    """Last steps in a row whose distance, or reward, was logged as NaN, infinite or null; nothing where none is."""
+    found: dict[str, float] = {}
+    for reading, names in _LOST.items():
+        for name in names:
+            finite = [math.isfinite(row[name]) for row in last if name in row]
+            lost = next((count for count, known in enumerate(reversed(finite)) if known), len(finite))
+            if lost >= LOST_STEPS or 1 < lost == len(finite):
+                found[reading] = max(float(lost), found.get(reading, 0.0))
+    return found
 
 
 def _statistics(last: Sequence[Row], name: str, values: list[float], logged: set[str]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from trl_offpolicy.diagnosis.verdict.tree import INTERVAL, Readings
 
 Remedy = Literal["nothing", "token", "sequence", "repair"]
 TEXTS: dict[Remedy, str] = {
-    "nothing": "Both are below their limits: they alone ask for no correction.",
+    "nothing": "Both are below their limits, so they would not ask for a correction.",
     "token": "The bias is moderate and the variance small: token weights, or rejection by the geometric mean.",
     "sequence": "The bias is small but weights of whole responses explode: truncate or mask by response.",
     "repair": "Both are high: no correction alone is enough. First make engine and trainer agree, or sync more often.",

@@ -353,6 +353,13 @@ _LOSS_STEPS = (
     ),
     Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
     Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
+    Step(
+        "no_signal",
+        "critical",
+        (Symptom("lost/reward", ">", 0.0, "last steps in a row whose reward is NaN or infinite"),),
+        instead="Call the reward functions on recorded completions (rollouts.parquet): one returns NaN, or None for "
+        "all of them. Advantages have no number then, and nothing is learned.",
+    ),
     Step("no_signal", "warning", _STILL, unless=(_GAINED,)),
     Step(
         "no_signal",
@@ -424,7 +431,10 @@ TREE: tuple[Step, ...] = (
     Step(
         "nonfinite",
         "warning",
-        (Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),),
+        (
+            Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),
+            Symptom("lost/distance", ">", 0.0, "last steps in a row whose KL or log-ratio is NaN or infinite"),
+        ),
         unless=_NO_LOGPS,
     ),
     _REPEATED_DRAWS,
