@@ -25,15 +25,15 @@ export DO_NOT_TRACK := 1
 WORKERS ?= auto
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --maxprocesses=8 --durations=10
 
-.PHONY: help install quickstart test fast-tests test-integration test-all test-slow mutate lint docs learn bench model clean
+.PHONY: help install quickstart test fast-tests test-integration test-all test-slow mutate lint docs notebooks learn bench model clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 5 minutes in all)
+quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, 5 to 10 minutes in all)
 	.venv/bin/accelerate launch $(ONE_PROCESS) recipes/grpo.py --config recipes/quickstart/config.yaml
 
-test: .venv/.test-ready  ## lint, types, fast tests and docstring examples (6 minutes on two cores)
+test: .venv/.test-ready  ## lint, types, fast tests and docstring examples (7 to 11 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 lint fast-tests
 
 fast-tests: .venv/.test-ready
@@ -59,6 +59,8 @@ lint: .venv/.test-ready  ## ruff and mypy --strict
 
 docs: .venv/.test-ready  ## build the docs site into site/ (no network; open site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+notebooks: .venv/.slow-ready model  ## what the notebooks of docs/notebooks need; then .venv is their kernel
 
 learn: model  ## train until the reward rises, and show it
 	$(RUN) recipes/quickstart/learn.py
