@@ -197,6 +197,7 @@ def bookkeeping() -> list[Kind]:
 
 def weights() -> list[Kind]:
     adapter, other, stale = ("wrong_adapter",), ("other_weights",), ("stale_weights",)
+    exchanged = (*stale, "model_config")
 
     def kind(name: str, right: tuple[str, ...], inject: Inject, *sane: str, models: tuple[str, ...] = ALL) -> Kind:
         return Kind(name, "weights", right, inject, sane, models)
@@ -231,13 +232,7 @@ def weights() -> list[Kind]:
             t.scores_in("the trainer scores with lag 2", lambda world: world.weights.at(e.version_of(world, 2))),
             *stale,
         ),
-        kind(
-            "two_layers_exchanged",
-            other,
-            e.computes("the middle layers exchanged", e.of_model(w.layers_exchanged)),
-            *stale,
-            "model_config",
-        ),
+        kind("two_layers_exchanged", other, e.computes("layers exchanged", e.of_model(w.layers_exchanged)), *exchanged),
         kind(
             "another_revision_of_the_base",
             other,

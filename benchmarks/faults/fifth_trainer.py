@@ -56,15 +56,14 @@ def never_filled(rows: int) -> Inject:
     return inject
 
 
-def joined(texts: Rows, starts: list[int], begins: list[int], seen: list[tuple[int, int]], model: Any) -> torch.Tensor:
+def joined(model: Any, texts: Rows, starts: list[int], seen: list[tuple[int, int]]) -> torch.Tensor:
     """(L, V) logits of texts in one sequence.
 
     Args:
-        texts: of ids.
-        starts: the first position of each.
-        begins: where each text stands in the sequence.
-        seen: of each text the first and the last place (exclusive) before it that it sees.
         model: a causal LM.
+        texts: N lists of ids, L in all.
+        starts: the first position of each.
+        seen: of each text the first and the last place (exclusive) of the sequence that it sees beside itself.
     """
     whole = torch.tensor([token for text in texts for token in text])
     owner = torch.cat([torch.full((len(text),), number) for number, text in enumerate(texts)])
@@ -73,7 +72,6 @@ def joined(texts: Rows, starts: list[int], begins: list[int], seen: list[tuple[i
     first, last = (torch.tensor([pair[side] for pair in seen])[owner][:, None] for side in (0, 1))
     allowed = (here >= first) & (here < last) | (owner[:, None] == owner)
     allowed &= here <= here[:, None]
-    assert begins[-1] + len(texts[-1]) == len(whole)
     found: torch.Tensor = model(
         input_ids=whole[None], attention_mask=allowed[None, None], position_ids=places[None]
     ).logits[0]
@@ -91,7 +89,7 @@ def packed_and_restarted(model: Any, prompts: Rows, ids: Rows, head: Head) -> To
     for first in range(0, len(texts), 2):
         pair = texts[first : first + 2]
         begins = [0, len(pair[0])][: len(pair)]
-        logits = joined(pair, [0] * len(pair), begins, [(0, begin) for begin in begins], model)
+        logits = joined(model, pair, [0] * len(pair), [(0, begin) for begin in begins])
         for row, begin in enumerate(begins, start=first):
             start = begin + len(prompts[row]) - 1
             found = scores_of_logits(head, logits[None, start : start + len(ids[row])], [ids[row]])
@@ -114,7 +112,7 @@ def shared_prompt(*, counted: bool) -> Scorer:
             begins = (len(prompt) + np.cumsum([0, *map(len, rows)])[:-1]).tolist()
             starts = begins if counted else [len(prompt)] * len(rows)
             seen = [(0, 0)] + [(0, len(prompt))] * len(rows)
-            logits = joined([prompt, *rows], [0, *starts], [0, *begins], seen, model)
+            logits = joined(model, [prompt, *rows], [0, *starts], seen)
             for row, (begin, text) in enumerate(zip(begins, rows, strict=True), start=first):
                 before = torch.tensor([len(prompt) - 1, *range(begin, begin + len(text) - 1)])
                 found = scores_of_logits(head, logits[None, before], [text])
