@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import engine_kinds as engine
+import fifth_kinds as fifth
 import fourth_kinds as fourth
 import other_kinds as other
 import second_kinds as second
@@ -56,10 +57,20 @@ FAMILIES = (
     fourth.routing,
     fourth.mixtures,
     fourth.over_time,
+    fifth.prompts,
+    fifth.sampling,
+    fifth.architecture,
+    fifth.precision,
+    fifth.bookkeeping,
+    fifth.weights,
+    fifth.trainer,
+    fifth.routing,
+    fifth.mixtures,
+    fifth.over_time,
 )
 KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
 CLEANS: dict[str, Kind] = {
-    kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean(), *fourth.clean())
+    kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean(), *fourth.clean(), *fifth.clean())
 }
 
 
