@@ -160,8 +160,9 @@ def check_spelling(name: str, own: Sequence[str]) -> None:
         ValueError: names the option that was meant.
     """
     of_vllm = _vllm_arguments()
-    close = get_close_matches(name, {*own, *of_vllm}, n=1, cutoff=0.8)
-    if close and name not in of_vllm:
+    if name in of_vllm:
+        return
+    if close := get_close_matches(name, {*own, *of_vllm}, n=1, cutoff=0.8):
         raise ValueError(f"engine.{name} is no option here and no argument of vLLM. Did you mean {close[0]!r}?")
 
 

@@ -141,7 +141,7 @@ _MUST_BE_FINITE = (
 )
 _TOLD = ("kl_k3", "k3_kl", "/kl", "kl_k1", "logp_diff_mean", "logp_difference/mean", "reward", "score/mean")
 """Ends of names of numbers that are told to be no number in some steps."""
-_LASTING = 3
+LASTING = 3
 """Steps for which one of these must stay NaN or infinite: mixed precision skips single steps by design."""
 
 
@@ -149,7 +149,7 @@ def _broken(rows: Mapping[int, dict[str, float]]) -> tuple[str, int] | None:
     """The gradient norm or loss that is NaN or infinite up to the last row, and since which step; None = neither."""
     ordered = [rows[step] for step in sorted(rows)]
     since = not_finite(ordered, _MUST_BE_FINITE)
-    lasting = {name: step for name, step in since.items() if sum(row[STEP] >= step for row in ordered) >= _LASTING}
+    lasting = {name: step for name, step in since.items() if sum(row[STEP] >= step for row in ordered) >= LASTING}
     return min(lasting.items(), key=lambda one: one[1], default=None)
 
 

@@ -7,7 +7,7 @@ RoPE, an untied head) offers no context.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -223,6 +223,15 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+@contextmanager
+def _all_replaced(owners: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """One attribute of several modules at another value."""
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(_replaced(owner, name, value))
+        yield
+
+
 # ------------------------------------------------------------------------------------------------------ what to test
 
 
@@ -285,9 +294,7 @@ def _query_norms(model: Any) -> list[Any]:
 @contextmanager
 def without_biases(model: Any) -> Iterator[None]:
     """Linear layers without their biases."""
-    with ExitStack() as stack:
-        for module in _biased(model):
-            stack.enter_context(_replaced(module, "bias", None))
+    with _all_replaced(_biased(model), "bias", None):
         yield
 
 
@@ -300,23 +307,12 @@ def activation(model: Any, name: str) -> Iterator[None]:
     """Another activation function in the feed-forward layers."""
     from transformers.activations import ACT2FN
 
-    with ExitStack() as stack:
-        for module in _activated(model):
-            stack.enter_context(_replaced(module, "act_fn", ACT2FN[name]))
+    with _all_replaced(_activated(model), "act_fn", ACT2FN[name]):
         yield
 
 
 def _activated(model: Any) -> list[Any]:
     return [module for module in model.modules() if callable(getattr(module, "act_fn", None))]
-
-
-@contextmanager
-def without_attention_caps(model: Any) -> Iterator[None]:
-    """Attention scores as they are where the model caps them (Gemma 2)."""
-    with ExitStack() as stack:
-        for module in _capped_attentions(model):
-            stack.enter_context(_replaced(module, "attn_logit_softcapping", None))
-        yield
 
 
 def _capped_attentions(model: Any) -> list[Any]:
@@ -348,8 +344,10 @@ def part_changes(model: Any) -> dict[str, Inside]:
     found: dict[str, Inside] = {}
     if _query_norms(model):
         found["model_config:no norms of queries and keys"] = partial(without_norms, model)
-    if _capped_attentions(model):
-        found["model_config:no soft cap on attention scores"] = partial(without_attention_caps, model)
+    if capped := _capped_attentions(model):  # Gemma 2
+        found["model_config:no soft cap on attention scores"] = partial(
+            _all_replaced, capped, "attn_logit_softcapping", None
+        )
     if sinks := {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}:
         least = {name: torch.full_like(p.data, torch.finfo(p.dtype).min / 2) for name, p in sinks.items()}
         found["model_config:no attention sinks"] = partial(holding, model, least)
@@ -386,9 +384,7 @@ def expert_changes(model: Any) -> dict[str, Inside]:
 @contextmanager
 def normalised(model: Any, on: bool) -> Iterator[None]:
     """Weights of the chosen experts that add up to 1, or those of the softmax over all."""
-    with ExitStack() as stack:
-        for module in _normalising(model):
-            stack.enter_context(_replaced(module, "norm_topk_prob", on))
+    with _all_replaced(_normalising(model), "norm_topk_prob", on):
         yield
 
 

@@ -179,7 +179,6 @@ def extract(evidence: TokenEvidence) -> Features:
     rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d, evidence.entropies)
     rows, entropies = disagreeing_rows(d, noise), evidence.entropies
     z = _scaled(b, d)
-    forced = seen & (a == 0.0) & (d < FORCED)
     return Features(
         tokens=int(seen.sum()),
         k3=float(size.mean()),
@@ -199,7 +198,7 @@ def extract(evidence: TokenEvidence) -> Features:
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False) if enough else 0.0,
         unit_rest=1 - _r_squared(flat, log_mu[:, None]),
         clipped=_clipped(log_mu, flat, noise),
-        forced=float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
+        **_zeros(evidence, a, b, d),
         shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
@@ -217,11 +216,6 @@ def extract(evidence: TokenEvidence) -> Features:
         trusted_floor=trusted_floor(evidence),
         both_low=_both_low(evidence),
         has_experts=any(side is not None and side.experts for side in (evidence.engine, evidence.trainer)),
-        forced_alone=_alone(forced),
-        forced_last=_last(forced, seen),
-        forced_tokens=int(forced.sum()),
-        forced_depth=float(np.max(-d[forced], initial=0.0)),
-        forced_z=_surprise(evidence, np.where(forced, b, np.nan))[1],
         copied=_copied(evidence),
         missing_engine=_missing(evidence, evidence.sampling_per_token_logps),
         missing_trainer=_missing(evidence, evidence.old_per_token_logps),
@@ -231,6 +225,20 @@ def extract(evidence: TokenEvidence) -> Features:
         top_z=_top_z(log_mu, flat),
         missing_tail=float("nan") if entropies is None else _missing_tail(flat, b[seen], entropies[seen]),
     )
+
+
+def _zeros(evidence: TokenEvidence, a: Array, b: Array, d: Array) -> dict[str, Any]:
+    """The features of the tokens that the engine was certain of and the trainer was not."""
+    seen = evidence.observed
+    forced, size = seen & (a == 0.0) & (d < FORCED), token_k3(d[seen])
+    return {
+        "forced": float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
+        "forced_alone": _alone(forced),
+        "forced_last": _last(forced, seen),
+        "forced_tokens": int(forced.sum()),
+        "forced_depth": float(np.max(-d[forced], initial=0.0)),
+        "forced_z": _surprise(evidence, np.where(forced, b, np.nan))[1],
+    }
 
 
 def _clipped(log_mu: Array, d: Array, noise: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.distances import distance
 from trl_offpolicy.diagnosis.attribution.evidence import Array
-from trl_offpolicy.diagnosis.attribution.precision import Inside
+from trl_offpolicy.diagnosis.attribution.precision import Inside, data_restored
 
 MOST_NUMBERS = 2_000_000_000
 """Parameters of a model from which no copies of them are made."""
@@ -61,14 +61,10 @@ def captured(model: Any, inside: Inside) -> dict[str, Tensor]:
 def holding(model: Any, held: Held, share: float = 1.0) -> Iterator[None]:
     """A context in which parameters have gone ``share`` of the way from their values to the ``held`` ones."""
     parameters = {name: p for name, p in model.named_parameters() if name in held}
-    before = {name: p.data for name, p in parameters.items()}
-    try:
+    with data_restored(list(parameters.values())):
         for name, p in parameters.items():
-            p.data = held[name] if share == 1.0 else torch.lerp(before[name], held[name], share)
+            p.data = held[name] if share == 1.0 else torch.lerp(p.data, held[name], share)
         yield
-    finally:
-        for name, p in parameters.items():
-            p.data = before[name]
 
 
 def type_of(name: str) -> str:

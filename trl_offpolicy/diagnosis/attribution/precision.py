@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,17 @@ Inside = Callable[[], AbstractContextManager[Any]]
 LINEAR = (nn.Linear, Conv1D)
 """Modules that multiply by their weight; GPT-2's holds it as (in, out)."""
 SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
+
+
+@contextmanager
+def data_restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context at whose end tensors have the ``data`` of its beginning, which may be replaced within."""
+    before = [one.data for one in tensors]
+    try:
+        yield
+    finally:
+        for one, data in zip(tensors, before, strict=True):
+            one.data = data
 
 
 def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Parameter]:
@@ -41,8 +52,7 @@ def changed_weights(model: Any, change: Callable[[Tensor], Tensor], *, experts_o
     """A context in which every matrix of :func:`matrices` is changed, each expert's for itself."""
     weights = list(matrices(model, experts_only=experts_only).values())
     transposed = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
-    before = [weight.data for weight in weights]
-    try:
+    with data_restored(weights):
         for weight in weights:
             held = weight.data
             if id(weight) in transposed:
@@ -50,9 +60,6 @@ def changed_weights(model: Any, change: Callable[[Tensor], Tensor], *, experts_o
             else:
                 weight.data = change(held) if held.dim() == 2 else torch.stack([change(one) for one in held])
         yield
-    finally:
-        for weight, data in zip(weights, before, strict=True):
-            weight.data = data
 
 
 def rounded_weights(model: Any, rounding: WeightRounding | str) -> AbstractContextManager[None]:
@@ -255,14 +262,10 @@ def weight_roundings(model: Any) -> dict[str, Inside]:
 def widened(model: Any) -> Iterator[None]:
     """A context in which a model of 16 bits computes in float32, from the weights that it has."""
     tensors = [one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()]
-    before = [one.data for one in tensors]
-    try:
+    with data_restored(tensors):
         for one in tensors:
             one.data = one.data.float()
         yield
-    finally:
-        for one, data in zip(tensors, before, strict=True):
-            one.data = data
 
 
 @contextmanager

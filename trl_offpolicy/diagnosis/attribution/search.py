@@ -58,7 +58,7 @@ PART_OF_TOKENS = 0.7
 """Share of the tokens that differ, up to which they are tested alone."""
 SAME_LAYOUT, NOISE = 0.1, 1e-4
 """Share of the mismatch, and nats, by which a row in the plain layout may differ from the plain scores."""
-REFUSED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
+REFUSED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 """What a model may raise at a test that does not suit it."""
 LEAST_TOKENS = 16
 """Tokens that must differ to be tested alone."""

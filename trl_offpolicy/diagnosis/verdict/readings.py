@@ -13,7 +13,9 @@ from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.course import course
 from trl_offpolicy.diagnosis.verdict.rows import FEWEST, Row, mean, scatter, values_of
 from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, INTERVAL, Readings
+from trl_offpolicy.run_folder.log_forms import not_finite
 from trl_offpolicy.run_folder.names import OTHER_WEIGHT_MEANS, ZEROED
+from trl_offpolicy.run_folder.run_data import LASTING
 from trl_offpolicy.stats import PREFIX
 
 _QUANTILE = 0.1
@@ -81,8 +83,6 @@ def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
     return {name: value for name, value in everything.items() if math.isfinite(value)}
 
 
-LOST_STEPS = 3
-"""Last steps in a row without a finite number that are no accident; fewer are none if no step has one."""
 _LOST = {
     "lost/distance": tuple(
         f"{PREFIX}{group}/{name}" for group in ("mismatch", "total") for name in ("kl_k3", "kl_k1", "logp_diff_mean")
@@ -92,13 +92,16 @@ _LOST = {
 
 
 def _lost(last: Sequence[Row]) -> dict[str, float]:
-    """Last steps in a row whose distance, or reward, was logged as NaN, infinite or null; nothing where none is."""
+    """Last steps in a row whose distance, or reward, was logged as NaN, infinite or null.
+
+    Nothing for fewer than three, which may be an accident, unless no step has a number.
+    """
     found: dict[str, float] = {}
     for reading, names in _LOST.items():
-        for name in names:
-            finite = [math.isfinite(row[name]) for row in last if name in row]
-            lost = next((count for count, known in enumerate(reversed(finite)) if known), len(finite))
-            if lost >= LOST_STEPS or 1 < lost == len(finite):
+        for name, since in not_finite(last, names).items():
+            steps = [row["step"] for row in last if name in row]
+            lost = sum(step >= since for step in steps)
+            if lost >= LASTING or 1 < lost == len(steps):
                 found[reading] = max(float(lost), found.get(reading, 0.0))
     return found
 

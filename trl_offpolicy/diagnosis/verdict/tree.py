@@ -357,8 +357,8 @@ _LOSS_STEPS = (
         "no_signal",
         "critical",
         (Symptom("lost/reward", ">", 0.0, "last steps in a row whose reward is NaN or infinite"),),
-        instead="Call the reward functions on recorded completions (rollouts.parquet): one returns NaN, or None for "
-        "all of them. Advantages have no number then, and nothing is learned.",
+        instead="Call the reward functions on recorded completions (rollouts.parquet): most likely one returns NaN, "
+        "or None for all of them. Advantages have no number then, and nothing is learned.",
     ),
     Step("no_signal", "warning", _STILL, unless=(_GAINED,)),
     Step(
