@@ -85,6 +85,11 @@ def test_importing_it_takes_at_most_0_3_cpu_seconds_more_than_torch_and_loads_no
     assert min(seconds) <= 0.3, f"import took {seconds} s"
 
 
+def test_the_import_leaves_garbage_collection_as_it_was():
+    after = "import gc; gc.{}(); import trl_offpolicy; trl_offpolicy.PolicyBatch; print(gc.isenabled())"
+    assert [run(after.format(name)) for name in ("enable", "disable")] == ["True", "False"]
+
+
 def test_torch_is_imported_with_the_first_name_that_is_used():
     assert run(NAMES_LATER.replace('"PolicyBatch" in dir(op), "attach" in op.__all__, ', "")).splitlines() == [
         "False True",

@@ -5,6 +5,7 @@ answers ``--help`` without. :mod:`trl_offpolicy.public` lists the names. The tra
 ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,20 @@ if TYPE_CHECKING:
     from trl_offpolicy.public import *  # noqa: F403
 else:
 
+    def _imported(module: str) -> Any:
+        """The module, imported without garbage collection: what an import makes stays, and torch's many objects too."""
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            return import_module(module)
+        finally:
+            if collected:
+                gc.enable()
+
     def __getattr__(name: str) -> Any:
         """A public name, imported now (PEP 562). Type checkers read the import above and see a misspelling."""
         if not name.startswith("__") or name == "__all__":
-            public = import_module("trl_offpolicy.public")
+            public = _imported("trl_offpolicy.public")
             if name == "__all__":
                 return [*public.__all__, "attach"]
             if hasattr(public, name):

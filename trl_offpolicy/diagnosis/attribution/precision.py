@@ -9,14 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from trl_offpolicy.engines.rounding import WeightRounding, is_rounded, parse_rounding
 
 Inside = Callable[[], AbstractContextManager[Any]]
-LINEAR = (nn.Linear, Conv1D)
-"""Modules that multiply by their weight; GPT-2's holds it as (in, out)."""
 SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer, whose weight is (in, out)."""
+    from transformers.pytorch_utils import Conv1D  # here, as ``doctor`` without a model does without transformers
+
+    return isinstance(module, Conv1D)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
 
 
 @contextmanager
@@ -39,7 +47,7 @@ def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Paramete
         model: a model of ``transformers``.
         experts_only: only the stacks, as in checkpoints of mixtures whose attention is not quantised.
     """
-    linears = {id(m.weight) for m in model.modules() if isinstance(m, LINEAR) and not experts_only}
+    linears = {id(m.weight) for m in model.modules() if _is_linear(m) and not experts_only}
     return {
         name: weight
         for name, weight in model.named_parameters()
@@ -51,7 +59,7 @@ def matrices(model: Any, *, experts_only: bool = False) -> dict[str, nn.Paramete
 def changed_weights(model: Any, change: Callable[[Tensor], Tensor], *, experts_only: bool = False) -> Iterator[None]:
     """A context in which every matrix of :func:`matrices` is changed, each expert's for itself."""
     weights = list(matrices(model, experts_only=experts_only).values())
-    transposed = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
+    transposed = {id(module.weight) for module in model.modules() if _is_transposed(module)}
     with data_restored(weights):
         for weight in weights:
             held = weight.data
@@ -70,7 +78,7 @@ def rounded_weights(model: Any, rounding: WeightRounding | str) -> AbstractConte
 def _multipliers(model: Any) -> dict[str, Any]:
     """Modules that multiply by a matrix, by name: linear layers (the head too), and those that hold stacked experts."""
     stacks = {name.rpartition(".")[0] for name, weight in matrices(model).items() if weight.dim() == 3}
-    return {name: m for name, m in model.named_modules() if isinstance(m, LINEAR) or name in stacks}
+    return {name: m for name, m in model.named_modules() if _is_linear(m) or name in stacks}
 
 
 @contextmanager
