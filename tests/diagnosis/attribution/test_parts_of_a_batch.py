@@ -17,7 +17,7 @@ from trl_offpolicy.diagnosis.attribution import changes, layouts, precision
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.heads import logits_of, sampling_tests
+from trl_offpolicy.diagnosis.attribution.heads import _bias_values, logits_of, sampling_tests
 from trl_offpolicy.diagnosis.attribution.hypotheses import _head_of, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.prefixes import cached_tokens, score_after
 from trl_offpolicy.diagnosis.attribution.search import Search, differing
@@ -352,6 +352,29 @@ def test_a_token_that_a_truncation_cuts_is_not_missing() -> None:
     cut = own.copy()
     cut[0, 0] = -np.inf
     assert traced(own, cut).cause == "none"
+
+
+def test_an_engine_that_gives_minus_infinity_to_rare_tokens_has_lost_them() -> None:
+    """They were drawn from the whole distribution: without them the others look likelier than draws."""
+    own, entropies, _ = drawn(rows=40)
+    found = traced(np.where(own < np.quantile(own, 0.2), -np.inf, own), own, entropies)
+    assert found.cause == "nonfinite" and "20.0%" in found.reasons[0], found.reasons
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_token_that_was_written_over_the_last_ones(model: Any, side: str) -> None:
+    plain = scored(model)
+    ids = [[*row[:-1], 1] for row in IDS]
+    ends = score_completions(model, PROMPTS, ids, heads=[Head()])[0].logps
+    sides = (ends, plain) if side == "engine" else (plain, ends)
+    found = answer(model, *sides)
+    assert (found.cause, found.detail) == ("misalignment", "log-prob of token 1 in place of the batch's"), found
+
+
+def test_biases_need_ten_places_each(model: Any) -> None:
+    logits = logits_of(model, PROMPTS, IDS, range(2), Head())
+    target = logits.plain.numpy() + np.random.default_rng(0).normal(0, 2, len(logits.ids))
+    assert len(target) < 60 and len(_bias_values(logits, target, ())) <= len(target) // 10
 
 
 @pytest.mark.parametrize(

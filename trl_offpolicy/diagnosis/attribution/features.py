@@ -175,7 +175,7 @@ def extract(evidence: TokenEvidence) -> Features:
     flat, log_mu, size = d[seen], a[seen], token_k3(d[seen])
     rms, enough = float(np.sqrt(np.mean(flat**2))) or 1e-30, flat.size >= LEAST_ALIKE
     fit, slope, temperature_own, temperature_rest = _temperature(evidence, b, d)
-    surprise, surprise_z = _surprise(evidence, b)
+    surprise, surprise_z = _surprise(evidence, _of_either(evidence, b))
     rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d, evidence.entropies)
     rows, entropies = disagreeing_rows(d, noise), evidence.entropies
     z = _scaled(b, d)
@@ -217,8 +217,8 @@ def extract(evidence: TokenEvidence) -> Features:
         both_low=_both_low(evidence),
         has_experts=any(side is not None and side.experts for side in (evidence.engine, evidence.trainer)),
         copied=_copied(evidence),
-        missing_engine=_missing(evidence, evidence.sampling_per_token_logps),
-        missing_trainer=_missing(evidence, evidence.old_per_token_logps),
+        missing_engine=_missing(evidence, evidence.sampling_per_token_logps, sampled=True),
+        missing_trainer=_missing(evidence, evidence.old_per_token_logps, sampled=False),
         all_zero=not np.any(log_mu),
         scatter=_scatter(flat, noise),
         grain=float(np.exp(np.quantile(b[seen], 0.05)) / max(abs(np.median(flat)), 1e-30)),
@@ -277,10 +277,10 @@ def _missing_tail(d: Array, b: Array, entropies: Array) -> float:
     return float(np.mean(short[np.isfinite(short)])) if np.isfinite(short).any() else float("nan")
 
 
-def _missing(evidence: TokenEvidence, logps: Array) -> float:
-    """A token that a truncation cuts has -inf, and is not missing."""
+def _missing(evidence: TokenEvidence, logps: Array, *, sampled: bool) -> float:
+    """Share of tokens without a log-prob. -inf is one of a truncated trainer, not of an engine that drew the token."""
     values = logps[evidence.completion_mask.astype(bool)]
-    return float(np.mean(np.isnan(values) | np.isposinf(values)))
+    return float(np.mean(np.isnan(values) | np.isposinf(values) | (sampled & np.isneginf(values))))
 
 
 def _copied(evidence: TokenEvidence) -> float:
@@ -318,6 +318,13 @@ def _both_low(evidence: TokenEvidence) -> bool:
         return False
     plain = engine.quantization in (None, "none", trainer.quantization) and engine.kv_cache in (None, "auto")
     return plain and trainer.low_precision
+
+
+def _of_either(evidence: TokenEvidence, b: Array) -> Array:
+    """b, and where one side lacks a log-prob, the other's: what is lost may be the rare tokens, those outside a top k."""
+    mu, old = evidence.sampling_per_token_logps, evidence.old_per_token_logps
+    known = np.where(evidence.observed, b, np.where(np.isfinite(old), old, mu))
+    return np.where(evidence.completion_mask.astype(bool), known, np.nan)
 
 
 def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:

@@ -5,7 +5,7 @@ Every family has one number (a temperature, a penalty, a bias). It is fitted to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,8 +26,8 @@ TOGETHER = (0.02, 0.7)
 """Share that temperature or truncation alone leaves, within which they are fitted together."""
 GENERAL = 0.6
 """Share of the mismatch of rows that were not looked at, up to which biases found on others hold for them."""
-MOST_BIASES, BETTER = 6, 0.8
-"""Tokens with a bias at most, and the share of the mismatch that one more must go below."""
+MOST_BIASES, BETTER, FOR_EACH = 6, 0.8, 10
+"""Tokens with a bias at most, the share of the mismatch that one more must go below, and places for each bias."""
 AS_WELL = 1.01
 """Times the least distance that a round number may leave."""
 GREEDY = "0 (greedy)"
@@ -287,15 +287,21 @@ def _held_out(logits: Logits, target: Floats, stop_ids: tuple[int, ...], here: A
 
 def _bias_values(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[int, float]:
     """The biases that fit, by token."""
+    fits = list(_bias_fits(logits, target, stop_ids))
+    return fits[-1][0] if fits else {}
+
+
+def _bias_fits(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> Iterator[tuple[dict[int, float], Tensor]]:
+    """Biases by token and the log-probs (N,) under them: one token's, then one more while that helps."""
     probs, logps = logits.head.logps(logits.values).exp(), logits.plain
-    found: dict[int, float] = {}
-    for _ in range(MOST_BIASES):
+    biases: dict[int, float] = {}
+    for _ in range(max(1, min(MOST_BIASES, len(target) // FOR_EACH))):
         before = _gap(logps.numpy(), target)
         token, value, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
         if _gap(changed.numpy(), target) > BETTER * before:
-            break
-        logps, found[token] = changed, found.get(token, 0.0) + value
-    return found
+            return
+        logps, biases = changed, {**biases, token: biases.get(token, 0.0) + value}
+        yield biases, logps
 
 
 def _under_biases(logits: Logits, values: Mapping[int, float]) -> Tensor:
@@ -343,18 +349,10 @@ def _repeats(ids: Sequence[int], size: int) -> list[int]:
 
 def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
     """Biases on a few tokens, or bans, one after the other while they help."""
-    probs = logits.head.logps(logits.values).exp()
-    logps, found = logits.plain, {}
-    biases: dict[int, float] = {}
-    for _ in range(MOST_BIASES):
-        before = _gap(logps.numpy(), target)
-        token, value, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
-        if _gap(changed.numpy(), target) > BETTER * before:
-            break
-        logps, biases[token] = changed, biases.get(token, 0.0) + value
-        texts = [_bias_text(one, bias, logits.ids, stop_ids) for one, bias in biases.items()]
-        found[f"logit_processors:{', '.join(texts)}"] = logps
-    return found
+    return {
+        f"logit_processors:{', '.join(_bias_text(*one, logits.ids, stop_ids) for one in biases.items())}": logps
+        for biases, logps in _bias_fits(logits, target, stop_ids)
+    }
 
 
 def _bias(

@@ -48,6 +48,7 @@ from trl_offpolicy.diagnosis.attribution.heads import (
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.other_token import other_token_tests
 from trl_offpolicy.diagnosis.attribution.parts import PART
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
@@ -318,10 +319,12 @@ def _test_heads(search: Search) -> None:
     if not at[0].size:
         return
     target = search.target[at]
-    for make in (
+    makers: tuple[Callable[..., dict[str, Tensor]], ...] = (
         partial(sampling_tests, ranks=search.plain.ranks[at], top_logps=search.plain.top_logps[at]),
+        partial(other_token_tests, noise=noise_rms(search.evidence)),
         partial(processor_tests, stop_ids=search.bench.ends),
-    ):
+    )
+    for make in makers:
         for name, logps in make(logits, target).items():
             search.add(name, _placed(search, at, logps), cut=True)
         if search.solved:
