@@ -15,7 +15,8 @@ from tasks import Task
 from weights import VERSIONS, Updates, Weights
 from worlds import PROMPTS, World
 
-from trl_offpolicy.diagnosis.attribution.endings import other_ends
+from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
+from trl_offpolicy.engines.hf import Ids
 
 MODEL = ".cache/SmolLM2-135M-Instruct"
 WORLDS = ("smollm2", "qwen", "moe")
@@ -129,16 +130,9 @@ def _holding(world: World, version: Any, scale: float = 1.0) -> Any:
     return lambda: world.weights.at(version, scale)
 
 
-def prompts_at_hand(world: World) -> dict[str, list[list[int]]]:
+def prompts_at_hand(world: World) -> dict[str, Ids]:
     """The prompts in other renderings; none where prompts are no text."""
     if world.task is None:
         return {}
-    ways: dict[str, dict[str, Any]] = {
-        "no chat template": {"template": False},
-        "no generation prompt": {"generation": False},
-        "empty system prompt": {"system": ""},
-    }
-    found = {name: world.rendered(**how) for name, how in ways.items()}
-    return found | {
-        name: list(map(list, ids)) for name, ids in other_ends(world.task.tokenizer, world.repeated()).items()
-    }
+    ids = world.repeated()
+    return other_renderings(world.task.tokenizer, world.task.tokenizer.batch_decode(ids), ids)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
+from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout, score_packed
 from trl_offpolicy.diagnosis.attribution.precision import Inside
 from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
 
@@ -59,6 +59,10 @@ class Bench:
         chosen, completions = [self.prompt_ids[row] for row in rows], [self.completion_ids[row] for row in rows]
         found = score_in_layout(self.model, chosen, completions, layout, prompt_width=prompt_width, head=self.head)
         return self._placed(found, rows, width)
+
+    def score_packed(self, rows: Sequence[int], *, width: int) -> Floats:
+        """Log-probs (B, ``width``) of some completions that attend the row before theirs; NaN in the other rows."""
+        return score_packed(self.model, self.prompt_ids, self.completion_ids, rows, width=width, head=self.head)
 
     def score_without(self, rows: Sequence[int], count: int, *, width: int) -> Floats:
         """Log-probs (B, ``width``) of some completions that lack their first tokens."""

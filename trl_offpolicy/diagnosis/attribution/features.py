@@ -321,7 +321,7 @@ def _both_low(evidence: TokenEvidence) -> bool:
 
 
 def _of_either(evidence: TokenEvidence, b: Array) -> Array:
-    """b, and where one side lacks a log-prob, the other's: what is lost may be the rare tokens, those outside a top k."""
+    """b, and where one side lacks a log-prob, the other's: what is lost may be the rare tokens, as outside a top k."""
     mu, old = evidence.sampling_per_token_logps, evidence.old_per_token_logps
     known = np.where(evidence.observed, b, np.where(np.isfinite(old), old, mu))
     return np.where(evidence.completion_mask.astype(bool), known, np.nan)

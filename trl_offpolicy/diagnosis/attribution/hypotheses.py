@@ -45,7 +45,7 @@ from trl_offpolicy.diagnosis.attribution.heads import (
     processor_tests,
     sampling_tests,
 )
-from trl_offpolicy.diagnosis.attribution.interventions import Intervention
+from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.diagnosis.attribution.other_token import other_token_tests
@@ -166,6 +166,10 @@ def _common(search: Search) -> Iterator[Intervention]:
     if search.laid_out:
         for name, layout in layouts(bench.prompt_ids, search.rows, pad_ids=bench.pads).items():
             yield of_change(search, name, Change(layout=layout))
+        yield switch(
+            "padding", "the row before is attended, and positions begin again (packing without a border)",
+            lambda rows: bench.score_packed(rows, width=search.width),
+        )  # fmt: skip
 
 
 def _caches(search: Search) -> Iterator[Intervention]:

@@ -1,4 +1,4 @@
-"""Scores completions as a faulty trainer lays them out: padding attended, positions counted with padding, a window."""
+"""Scores completions as a faulty trainer lays them out: padding attended or counted, a window, rows packed together."""
 
 from __future__ import annotations
 
@@ -77,6 +77,34 @@ def score_in_layout(
         )
         logps = (head or Head()).logps(told.cpu())
         out[row, : len(completion)] = logps.gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+    return out
+
+
+@torch.no_grad()
+def score_packed(
+    model: Any, prompt_ids: Ids, completion_ids: Ids, rows: Sequence[int], *, width: int, head: Head
+) -> Floats:
+    """Log-probs (B, ``width``) in nats of rows that attend the batch's row before them; NaN in the other rows.
+
+    Both stand in one sequence, as packed rows do, and positions begin again with the second. Attention that takes no
+    notice of the border makes that of it.
+    """
+    out = np.full((len(completion_ids), width), np.nan)
+    device = next(model.parameters()).device
+    for row in rows:
+        before = [*prompt_ids[row - 1], *completion_ids[row - 1]] if row else []
+        own = [*prompt_ids[row], *completion_ids[row]]
+        places = torch.cat([torch.arange(len(before)), torch.arange(len(own))])
+        everything = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        logits = model(
+            input_ids=torch.tensor([[*before, *own]], device=device),
+            attention_mask=_mask(everything, model.dtype).to(device),
+            position_ids=places[None].to(device),
+            use_cache=False,
+        ).logits[0, len(before) + len(prompt_ids[row]) - 1 : -1]
+        chosen = torch.tensor(completion_ids[row])[:, None]
+        logps = head.logps(logits.cpu()).gather(1, chosen)[:, 0].double().numpy()[:width]
+        out[row, : len(logps)] = logps
     return out
 
 

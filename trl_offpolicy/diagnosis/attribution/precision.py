@@ -136,6 +136,7 @@ def part_roundings(model: Any) -> dict[str, Inside]:
     """Contexts in which one kind of layer computes in bf16 and the others do not, by ``precision:detail``."""
     bits = SIGNIFICANT_BITS["bf16"]
     kinds = {
+        "embeddings": [model.get_input_embeddings()],
         "norms": [module for module in model.modules() if "Norm" in type(module).__name__],
         "residual stream": [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")],
         "RoPE cosines and sines": [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")],

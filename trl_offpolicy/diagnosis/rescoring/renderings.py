@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -32,11 +33,13 @@ def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str
             found[name] = [_ids(tokenizer, chat, generation=name != NO_GENERATION) for chat in others]
         except Exception:  # templates are programs, and refuse what their author did not foresee
             continue
+    found[TWICE] = [_ids(tokenizer, [{"role": "user", "content": text}], generation=True) for text in texts]
     found[NO_TEMPLATE] = [list(tokenizer(chat[-1]["content"])["input_ids"]) for chat in chats if chat is not None]
     return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
 
 
 NO_GENERATION, NO_TEMPLATE = "no generation prompt", "no chat template"
+TWICE = "the chat template twice"
 
 
 def _others(chats: list[Chat]) -> dict[str, list[Chat]]:
@@ -48,7 +51,13 @@ def _others(chats: list[Chat]) -> dict[str, list[Chat]]:
         "no system prompt": users,
         "empty system prompt": [empty + user for user in users],
         "system prompt in the user's turn": folded,
+        "quotes and brackets escaped as in HTML": [[_escaped(turn) for turn in chat] for chat in chats],
     }
+
+
+def _escaped(turn: dict[str, str]) -> dict[str, str]:
+    """As Jinja writes a turn when it escapes on its own (``autoescape``)."""
+    return {**turn, "content": html.escape(turn["content"])}
 
 
 def _chat_of(tokenizer: Any, text: str) -> Chat | None:
