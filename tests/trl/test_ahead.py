@@ -19,6 +19,7 @@ from trl_offpolicy.control import read_actions
 from trl_offpolicy.rollouts.ahead import old_policy
 from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
+from trl_offpolicy.trl.ahead import AVERAGE_FILE
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 pytestmark = pytest.mark.integration
@@ -32,11 +33,17 @@ def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch:
     note_submissions(monkeypatch)
 
     def train(
-        server: dict[str, Any] | None = None, resume: Any = None, callback: Any = None, **options: Any
+        server: dict[str, Any] | None = None,
+        resume: Any = None,
+        callback: Any = None,
+        trainers: list[Any] | None = None,
+        **options: Any,
     ) -> tuple[Any, FakeServer]:
         made: list[FakeServer] = []
         monkeypatch.setattr(trl_engines, "ServerEngine", server_class(fresh_model(), made, **(server or {})))
         trainer = build(**{**SERVER, **options})
+        if trainers is not None:
+            trainers.append(trainer)
         if callback is not None:
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
@@ -223,6 +230,27 @@ def test_after_a_resume_nothing_is_skipped_or_learned_from_twice(run: Any, tmp_p
     assert server.syncs == [2, 3, 4]
     assert lags(trainer) == [[0], [1], [0], [1], [2]]
     assert len(server.asked) == 3 * 2
+
+
+def test_the_average_of_the_weights_goes_on_after_a_resume(run: Any, tmp_path: Any, caplog: Any) -> None:
+    """Its first rows are clipped around the average and not around the weights of the checkpoint."""
+    given = {"async_rollouts": {"lag": 1, "old_logps": "ewma", "ewma_decay": 0.9}, "output_dir": str(tmp_path)}
+    before = run(**given, max_steps=2, save_strategy="steps", save_steps=2)[0]._ahead._old.average.state_dict()
+    assert before["version"] == 1
+    seen: list[Any] = []
+
+    class First(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            seen.append(resumed[0]._ahead._old.average.state_dict())
+
+    resumed: list[Any] = []
+    run(**given, resume=True, callback=First(), trainers=resumed)
+    assert seen[0]["version"] == 1 and seen[0]["average"].keys() == before["average"].keys()
+    assert all(torch.equal(seen[0]["average"][name], value) for name, value in before["average"].items())
+
+    (tmp_path / "checkpoint-2" / AVERAGE_FILE).unlink()
+    run(**given, resume=str(tmp_path / "checkpoint-2"))
+    assert "the checkpoint has no average" in caplog.text
 
 
 def test_over_several_epochs_each_has_every_prompt_once(run: Any) -> None:

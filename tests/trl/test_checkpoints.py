@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,16 +134,34 @@ def test_a_full_disk_in_the_records_does_not_replace_the_engines_error() -> None
         raise EngineError("no answer")
 
 
+def failing(weight: float, folder: Any, saved: list[Any]) -> Any:
+    """A trainer with one weight, of which a checkpoint is only noted."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, weight)
+    return SimpleNamespace(
+        model=model, state=SimpleNamespace(global_step=3), args=SimpleNamespace(output_dir=str(folder)),
+        _save_checkpoint=lambda model, trial: saved.append(model),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_saved_over_a_good_checkpoint(tmp_path: Path, weight: float) -> None:
+    saved: list[Any] = []
+    said = r"diverged. The weights after step 3 are not finite, and are not saved."
+    none = pytest.raises(EngineError, match=f"{said} .* has no earlier checkpoint")
+    with none, kept_on_fault(failing(weight, tmp_path, saved), None):
+        raise EngineError("diverged.")
+    (tmp_path / "checkpoint-2").mkdir()
+    named = pytest.raises(EngineError, match=f"{said} Go on from checkpoint-2 with train")
+    with named, kept_on_fault(failing(weight, tmp_path, saved), None):
+        raise EngineError("diverged.")
+    assert not saved
+
+
 def test_an_answer_of_the_server_keeps_its_words_when_the_state_is_saved() -> None:
     """Its error is made of a status and a message, so that another one carries the text."""
     saved: list[Any] = []
-    trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        state=SimpleNamespace(global_step=3),
-        args=SimpleNamespace(output_dir="run"),
-        _save_checkpoint=lambda model, trial: saved.append(model),
-    )
     said = pytest.raises(EngineError, match=r"404: no such route The state after step 3 is saved in run")
-    with said, kept_on_fault(trainer, None):
+    with said, kept_on_fault(failing(1.0, "run", saved), None):
         raise Refused(404, "no such route")
     assert len(saved) == 1

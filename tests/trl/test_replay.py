@@ -233,6 +233,27 @@ def test_groups_of_another_size_are_left_out_and_said_once(make: Make, tmp_path:
     assert frame.groupby(["step", "group_id"]).size().eq(GENERATIONS).all()
 
 
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_replayed_advantages_have_the_scale_of_the_fresh_ones(make: Make, scale: str, monkeypatch: Any) -> None:
+    trainer = make(scale_rewards=scale)
+    seen: list[dict[str, Any]] = []
+    whole = type(trainer)._generate_and_score_completions
+
+    def noted(self: Any, inputs: Any) -> Any:
+        seen.append(whole(self, inputs))
+        return seen[-1]
+
+    monkeypatch.setattr(type(trainer), "_generate_and_score_completions", noted)
+    trainer.train()
+    rows = seen[-1]
+    assert len(rows["rewards"]) == 16  # the second half is replayed
+    groups = rows["rewards"].view(-1, GENERATIONS)
+    expected = groups - groups.mean(1, keepdim=True)
+    if scale == "group":
+        expected = expected / (groups.std(1, keepdim=True) + 1e-4)
+    assert groups.std(1).max() > 0 and torch.allclose(rows["advantages"], expected.flatten(), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -245,6 +266,8 @@ def test_groups_of_another_size_are_left_out_and_said_once(make: Make, tmp_path:
             NotImplementedError,
             "other advantages than grpo",
         ),
+        ({"scale_rewards": "batch"}, NotImplementedError, "scale_rewards 'batch'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, NotImplementedError, "'normalize_then_sum'"),
     ],
 )
 def test_what_it_cannot_do_is_refused(make: Make, options: dict[str, Any], error: type, message: str) -> None:

@@ -56,7 +56,7 @@ class RunFolderWriter:
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
-        (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
+        _write_run(self.folder, info)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a row to ``metrics.jsonl``; held-out numbers also go into ``evaluation.json``.
@@ -86,7 +86,12 @@ def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
     path = Path(folder) / layout.RUN_FILE
     if path.exists():
         info = {**json.loads(path.read_text()), name: dict(entry)}
-        path.write_text(dump_json(info, indent=2) + "\n")
+        _write_run(path.parent, info)
+
+
+def _write_run(folder: Path, info: Mapping[str, Any]) -> None:
+    with said_if_full(folder, what=layout.RUN_FILE):
+        write_whole(folder / layout.RUN_FILE, dump_json(info, indent=2) + "\n")
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
-from trl_offpolicy.rollouts.ahead.local_weights import free_gathered
+from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
@@ -22,6 +26,9 @@ from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
 
 T = TypeVar("T")
+AVERAGE_FILE = "offpolicy_average.safetensors"
+"""In a checkpoint: the moving average of the weights with ``old_logps: ewma``."""
+logger = logging.getLogger(__name__)
 
 
 class TrainerAhead:
@@ -173,6 +180,28 @@ class TrainerAhead:
     def _score(self, output: dict[str, Any], model: Any) -> Tensor:
         logps: Tensor = self._trainer._score_old(output, "train", with_sums=False, model=model)[0]
         return logps
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write the average of ``old_logps: ewma`` into a checkpoint; nothing without it, or if weights are sharded."""
+        if self._old.average is None or is_sharded(self._trainer.model):
+            return
+        state = self._old.average.state_dict()
+        parts = {name: value.contiguous() for name, value in state["average"].items()}
+        save_file(parts, folder / AVERAGE_FILE, metadata={"version": str(state["version"])})
+
+    def load(self, folder: Path) -> None:
+        """Continue from :meth:`save`; without its file the average starts anew, and a warning says so."""
+        if self._old.average is None:
+            return
+        if not (folder / AVERAGE_FILE).exists():
+            logger.warning("async_rollouts.old_logps 'ewma': the checkpoint has no average, which starts anew here.")
+            return
+        with safe_open(folder / AVERAGE_FILE, framework="pt") as file:
+            average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            version = int(file.metadata()["version"])
+        self._old.average.load_state_dict({"version": version, "average": average})
 
 
 class _Run(TrainerCallback):  # type: ignore[misc]

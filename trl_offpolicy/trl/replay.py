@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.ahead.old_policy import PROXIMAL
 from trl_offpolicy.rollouts.compressed_forward import DENSE
@@ -42,9 +43,9 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     sampled tokens is the same. Training must be aligned, that is, one optimizer step per generation batch. The
     log-probs of the loss step are then those of the proximal policy, so replayed rows need no extra forward, and their
     weights hold current/sampling. A correction of wide scope is decided on fresh and replayed rows together, which
-    costs one forward over both. Advantages are made again from the stored rewards, scaled by group. Nothing is drawn
-    while the buffer holds fewer groups. ``rollouts.parquet`` records a replayed row again, with the version that
-    sampled it.
+    costs one forward over both. Advantages are made again from the stored rewards, scaled as the fresh ones are.
+    Nothing is drawn while the buffer holds fewer groups. ``rollouts.parquet`` records a replayed row again, with the
+    version that sampled it.
 
     A resumed run draws what the run would have drawn that was not stopped: a checkpoint holds the state of the draws
     and, in its folder ``replay``, the files of the buffer. The resume brings back groups that made room since, and
@@ -61,7 +62,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     Raises:
         ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
         NotImplementedError: several processes, sampling ahead, tools, images, a KL term in the reward, token_rewards,
-            other advantages than GRPO's, or the baseline 'kept'.
+            other advantages than GRPO's, scale_rewards 'batch', or the baseline 'kept'.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
             generations=self.num_generations,
             pad_token_id=self._tokenizer.pad_token_id,
             score_reference=self._score_reference,
+            scale_rewards=self._scale_rewards,
         )
         if self._stages is not None and self._stages.early is not None:
             super()._decide(output, replace(self._stages, advantages=None), "train")
@@ -108,6 +110,13 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
             super()._decide(output, stages, mode, greedy)
         elif stages.advantages is not None:
             super()._decide(output, replace(stages, early=None), mode, greedy)
+
+    @property
+    def _scale_rewards(self) -> ScaleRewards:
+        """What the fresh rows' advantages are divided by; the objective's are refused unless they are GRPO's."""
+        by_trl = self._stages is None or self._stages.advantages is None
+        scale: ScaleRewards = self.args.scale_rewards if by_trl else "group"
+        return scale
 
     @property
     def _name_of_scores(self) -> str | None:
@@ -174,6 +183,8 @@ def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
         "async_rollouts": trainer._ahead is not None,
         "tools": bool(trainer.tools),
         **refused_objectives(trainer._stages, token_rewards=args.token_rewards),
+        "scale_rewards 'batch'": trainer._scale_rewards == "batch",
+        "multi_objective_aggregation 'normalize_then_sum'": args.multi_objective_aggregation == "normalize_then_sum",
         "an engine without log-probs": not (args.reports_logps or trainer.rollout_func),
     }
     refuse("ReplayGRPOTrainer", refused)

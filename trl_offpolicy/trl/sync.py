@@ -14,11 +14,14 @@ from trl import GRPOTrainer
 from trl_offpolicy.engines.engine import EngineError, SyncReport
 from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.sync import WeightSync, probe_of
+from trl_offpolicy.rollouts.ahead.local_weights import all_finite
+from trl_offpolicy.run_folder.checkpoints import by_step
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.trl.engine import TRLEngine
 from trl_offpolicy.trl.scoring import sequence_logps
 
+RESUME = "train(resume_from_checkpoint=True) (recipes/grpo.py: --resume true)"
 PROBE_TEXTS = (
     "The capital of France is Paris. Water boils at 100 degrees, and there are seven days in a week.",
     "12 + 7 = 19, 3 * 4 = 12. def add(a, b): return a + b. Step 1: read the question again.",
@@ -76,6 +79,8 @@ def _weight_sync(trainer: GRPOTrainer, engine: TRLEngine) -> WeightSync:
 def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
     """If the engine fails inside the block, write what is recorded, save a checkpoint, and say how to continue.
 
+    Weights that are not finite are not saved: no run goes on from them, and they could take the place of a good one.
+
     Raises:
         EngineError: the same error, with the checkpoint named. Every rank must leave the block with it.
     """
@@ -87,9 +92,15 @@ def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
                 recorder.flush()
         if not trainer.model.training or trainer.state.global_step == 0:
             raise
-        trainer._save_checkpoint(trainer.model, trial=None)
+        step, folder = trainer.state.global_step, trainer.args.output_dir
+        if all_finite(trainer.model):
+            trainer._save_checkpoint(trainer.model, trial=None)
+            said = f"The state after step {step} is saved in {folder}; go on with {RESUME}."
+        else:
+            newest = next(iter(by_step(Path(folder))), None)
+            said = f"The weights after step {step} are not finite, and are not saved. " + (
+                f"Go on from {newest.name} with {RESUME}, and a smaller learning_rate or max_grad_norm."
+                if newest is not None else f"{folder} has no earlier checkpoint."
+            )  # fmt: skip
         kind = EngineError if isinstance(error, Refused) else type(error)  # that one is made of an answer's status
-        raise kind(
-            f"{error} The state after step {trainer.state.global_step} is saved in {trainer.args.output_dir}; go on "
-            "with train(resume_from_checkpoint=True) (recipes/grpo.py: --resume true)."
-        ) from error
+        raise kind(f"{error} {said}") from error

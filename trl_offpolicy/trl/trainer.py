@@ -550,11 +550,15 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _save_parts(self, folder: Path) -> None:
         """Write into a checkpoint what TRL's does not hold."""
         save_state(folder, self._kl, **self._stateful)
+        if self._ahead is not None:
+            self._ahead.save(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._kl = load_state(Path(checkpoint), self._kl, **self._stateful)
+            if self._ahead is not None:
+                self._ahead.load(Path(checkpoint))
 
 
 def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:

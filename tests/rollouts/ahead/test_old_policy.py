@@ -166,6 +166,19 @@ def test_the_average_moves_by_the_steps_since() -> None:
     assert model.scale.item() == 11.0
 
 
+def test_another_run_begins_another_average_and_keeps_no_later_copies() -> None:
+    """A power of the decay below 0 would give the old average a weight above 1, and the new weights one below 0."""
+    model, average, kept = Model(), WeightAverage(0.9), Snapshots()
+    for version in (0, 50):
+        average.add(model, version)
+        kept.keep(model, version, oldest=0)
+    set_to(model, 3.0)
+    average.add(model, 0)
+    kept.keep(model, 0, oldest=0)
+    assert average.score(model, lambda held: held.scale.detach().clone()).item() == 3.0
+    assert kept.versions == [0]
+
+
 def test_the_average_is_of_the_versions_with_a_generation_batch_however_often_weights_are_sent() -> None:
     """Version 1 is only sent (an evaluation); 2 is sent before its batch, and has two: 1, then 1/4 + 3 * 9/4, twice."""
     model, old, seen = Model(), OldPolicy(AsyncSettings(old_logps="ewma", ewma_decay=0.5)), []

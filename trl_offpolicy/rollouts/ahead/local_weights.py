@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trl_offpolicy.functional.collective import sum_ranks
+
 Weights = dict[str, Tensor]
 Release = Callable[[], None] | None
 """Frees what DeepSpeed has gathered (:func:`free_gathered` of its engine); None = nothing does that."""
@@ -33,6 +35,14 @@ def copied(model: Any) -> Weights:
     """
     _reshard(model)
     return {name: _part(name, value).to("cpu", copy=True) for name, value in trainable(model).items()}
+
+
+@torch.no_grad()
+def all_finite(model: Any) -> bool:
+    """Whether each trainable weight is finite on every rank. All ranks call it; waits for the device."""
+    parts = [_part(name, value) for name, value in trainable(model).items()]
+    broken = sum(int(not part.isfinite().all()) for part in parts)
+    return not sum_ranks(torch.tensor(float(broken), device=parts[0].device if parts else None))
 
 
 def frozen_copy(model: Any) -> Any:

@@ -107,6 +107,7 @@ class Snapshots:
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
         """Copy the weights of ``version``, and drop the copies of versions before ``oldest``."""
+        self._copies = {known: copy for known, copy in self._copies.items() if known < version}  # of this run
         self._copies[version] = copied(model)
         self._place.forget(version)  # another run, or another update in the place of a rejected one
         for old in [known for known in self._copies if known < oldest]:
@@ -194,7 +195,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, model: Any, version: int) -> None:
-        """Add the weights after ``version`` optimizer steps to the average."""
+        """Add the weights after ``version`` optimizer steps to the average; an earlier version begins a new one."""
+        if version < self._version:  # another run of the same trainer
+            self._average = {}
         now = {name: value.float() for name, value in copied(model).items()}
         past = self._decay ** (version - self._version) if self._average else 0.0
         self._average = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.functional.advantages import ScaleRewards, group_advantages
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.objective.staging import Stages
@@ -44,6 +44,7 @@ def mixed(
     generations: int,
     pad_token_id: int,
     score_reference: Callable[[dict[str, Any]], Tensor] | None = None,
+    scale_rewards: ScaleRewards = "group",
 ) -> dict[str, Any]:
     """A generation batch followed by ``count`` drawn groups; its own groups are then stored.
 
@@ -61,6 +62,7 @@ def mixed(
         pad_token_id: id that pads shorter rows.
         score_reference: returns (B, T) log-probs of the reference for rows, for those that are replayed if the fresh
             ones have them. The reference does not change, but the buffer outlives its run.
+        scale_rewards: what the fresh rows' advantages are divided by.
 
     Raises:
         NotImplementedError: the batch holds something that replayed rows lack, or lacks the engine's log-probs.
@@ -75,7 +77,8 @@ def mixed(
         drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag, responses=generations)
         reference = output.pop(_REFERENCE, None)
         fresh = len(output["prompt_ids"])
-        output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist())
+        output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist(),
+                               scale_rewards=scale_rewards)  # fmt: skip
         if reference is not None and score_reference is not None:
             replayed = taken(output, torch.arange(fresh, len(output["prompt_ids"])))
             output[_REFERENCE] = _joined(_REFERENCE, reference, score_reference(replayed))
@@ -129,7 +132,9 @@ def _response(host: dict[str, Tensor], versions: Tensor, kept: KeptIds | None, r
     )
 
 
-def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequence[int]) -> dict[str, Any]:
+def with_replayed(
+    output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequence[int], scale_rewards: ScaleRewards = "group"
+) -> dict[str, Any]:
     """The generation batch followed by the replayed rows, padded to one length, with the new token count.
 
     Args:
@@ -137,6 +142,7 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
         rows: the replayed rows.
         ids: number of each replayed group, negative (``ReplaySample.ids``). Several generation batches meet in one
             optimizer step or logging window, and fresh groups of the next one have the next numbers from 0 up.
+        scale_rewards: as for :func:`~trl_offpolicy.functional.advantages.group_advantages`; that of the fresh rows.
 
     Raises:
         ValueError: a number could be that of a fresh group, two replayed groups have the same one, or a replayed group
@@ -153,7 +159,9 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
         "completion_mask": rows.attention_mask,
         "sampling_per_token_logps": torch.where(rows.attention_mask, rows.sampling_per_token_logps, 0.0),
         "policy_versions": rows.policy_versions,
-        "advantages": group_advantages(rows.rewards, rows.group_ids, torch.ones_like(rows.rewards, dtype=torch.bool)),
+        "advantages": group_advantages(
+            rows.rewards, rows.group_ids, torch.ones_like(rows.rewards, dtype=torch.bool), scale_rewards=scale_rewards
+        ),
         "rewards": rows.rewards,
         "group_ids": torch.tensor(list(ids))[rows.group_ids],
     }
