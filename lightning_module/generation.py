@@ -201,8 +201,10 @@ class Generation:
         self.engine = None
 
     def forget_sync(self) -> None:
-        """Have the next generation sync and prove the weights again, whatever weights the engine has."""
+        """Have the next generation sync and prove all weights again, whatever weights the engine has."""
         self._synced = None
+        if (confirm := getattr(self.engine, "confirm", None)) is not None:
+            confirm(False)  # what the engine has is in doubt, so nothing is left out from now on
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights, as the reference of a KL penalty."""

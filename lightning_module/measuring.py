@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_module.metrics import CompletionMetric, FractionMetric, tool_counts
 from trl_offpolicy.engines.engine import SyncReport
-from trl_offpolicy.functional.collective import gather_rows
+from trl_offpolicy.functional.collective import gather_objects, gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepSums, StepWindow
 from trl_offpolicy.objective.objective import Objective
@@ -37,6 +38,7 @@ class Measuring:
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
         self.means: dict[str, MeanMetric] = {}
+        self.of_rewards: dict[str, list[float]] = {}  # by the name that a reward function gave, on this rank
         self.fractions: dict[str, FractionMetric] = {}
         self.syncs: deque[SyncReport] = deque(maxlen=256)  # those that no run folder has taken
         self._step_loss: Tensor | None = None
@@ -77,8 +79,8 @@ class Measuring:
         self.add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
-        """TRL's ``log_metric`` for reward functions: logs the mean under ``name``. All ranks call it, or none does."""
-        self.add_mean(name, value)
+        """TRL's ``log_metric`` for reward functions: logs the mean under ``name``; a rank may have nothing to log."""
+        self.of_rewards.setdefault(name, []).append(float(value))
 
     def add_tools(self, completions: Completions) -> None:
         """Add the tool calls of a generation batch, if there are tools. All ranks call it."""
@@ -122,6 +124,7 @@ class Measuring:
         named |= {**values, **trl_names(objective, values)} if values else {}
         for name, metric in sorted(self.means.items()):
             named[name] = float(metric.to(device).compute())
+        named |= _means_of_all_ranks(self.of_rewards)
         for name, fraction in self.fractions.items():
             named[name] = float(fraction.to(device).compute())
         self.stats = Stats({})
@@ -129,6 +132,7 @@ class Measuring:
         self.loss.reset()
         self.fractions.clear()
         self.means.clear()
+        self.of_rewards.clear()
         return named
 
     def _times(self) -> dict[str, float]:
@@ -137,3 +141,12 @@ class Measuring:
         seconds, self._since, self._steps = now - self._since, now, 0
         parts = self.clock.close(seconds, steps=steps)
         return {"step_time": seconds / max(steps, 1), **{f"{PREFIX}time/{name}": parts[name] for name in parts}}
+
+
+def _means_of_all_ranks(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mean over all ranks' values of each name, whichever ranks have it. All ranks call it."""
+    everyone: defaultdict[str, list[float]] = defaultdict(list)
+    for of_rank in gather_objects({name: list(own) for name, own in values.items()}):
+        for name, own in of_rank.items():
+            everyone[name] += own
+    return {name: fmean(everyone[name]) for name in sorted(everyone)}

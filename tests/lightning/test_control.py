@@ -46,6 +46,18 @@ class Lengths(OwnMismatch):
         return [*drawn.tolist(), EOS]
 
 
+class Doubted(Lengths):
+    """Notes what it is told of each proof, as an engine that gets only what changed is."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[bool] = []
+
+    def confirm(self, proven: bool) -> bool:
+        self.told.append(proven)
+        return False
+
+
 class Rates(pl.Callback):
     """The learning rates that the optimizer steps with: a hook of its own, after those of the control."""
 
@@ -146,13 +158,15 @@ def test_escalation_changes_the_correction_in_use_and_comes_back(tmp_path: Path)
 
 def test_resync_has_the_weights_sent_again(tmp_path: Path) -> None:
     """Two generations at the same weights: without it one sync is enough for both."""
-    ours = module(Lengths([4] * 8, [3.0] * 8), control={"controllers": {"resync": {"patience": 1}}})
+    engine = Doubted([4] * 8, [3.0] * 8)
+    ours = module(engine, control={"controllers": {"resync": {"patience": 1}}})
     forgotten: list[int] = []
     original = ours.generation.forget_sync
     ours.generation.forget_sync = lambda: (forgotten.append(ours.trainer.global_step), original())  # type: ignore[method-assign,assignment]
     owner, _ = fit(tmp_path, ours)
     assert [(a.step, a.what) for a in read_actions(tmp_path / "actions.jsonl")] == [(1, "resync"), (2, "stop")]
     assert forgotten == [0] and owner.global_step == 2
+    assert engine.told.count(False) == 1  # all weights are sent, not only those that changed
 
 
 @pytest.mark.parametrize("name", [None, "paper/staleness-ceiling"])

@@ -20,6 +20,7 @@ from trl_offpolicy.rollouts.ahead import old_policy
 from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
 from trl_offpolicy.trl.ahead import AVERAGE_FILE
+from trl_offpolicy.trl.control import ControlCallback
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 pytestmark = pytest.mark.integration
@@ -251,6 +252,16 @@ def test_the_average_of_the_weights_goes_on_after_a_resume(run: Any, tmp_path: A
     (tmp_path / "checkpoint-2" / AVERAGE_FILE).unlink()
     run(**given, resume=str(tmp_path / "checkpoint-2"))
     assert "the checkpoint has no average" in caplog.text
+
+
+def test_a_resync_sends_everything_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the trainer has not changed: the engine's copy of that may be what is wrong."""
+    trainer, _ = run(control={"controllers": ["resync"]}, async_rollouts=None, max_steps=2)
+    told: list[bool] = []
+    monkeypatch.setattr(trainer.vllm_generation, "confirm", told.append)
+    (control,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, ControlCallback)]
+    control.session._resync()
+    assert told == [False] and trainer._last_loaded_step == -1
 
 
 def test_over_several_epochs_each_has_every_prompt_once(run: Any) -> None:

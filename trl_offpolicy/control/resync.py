@@ -36,8 +36,10 @@ class Resync:
 
     A reading (one logging step) is off if ``mismatch/prob_pearson`` is below ``pearson``, or if
     ``rollout/sync_agreement`` is more than ``drop`` below that of the first sync. After ``patience`` such readings in a
-    row, the next generation waits for another sync and its proof. After ``patience`` more readings that are off, the
-    run stops with a checkpoint. Once the agreement was good for ``forget`` readings, another sync may be tried.
+    row, the next generation waits for another sync and its proof. From then on every sync brings all weights, not only
+    those that changed: the engine's copy of the others may be what is wrong. After ``patience`` more readings that are
+    off, the run stops with a checkpoint. Once the agreement was good for ``forget`` readings, another sync may be
+    tried.
 
     Args:
         pearson: smallest correlation of the probabilities; default: ``pearson_broken`` of the diagnosis; -1 = any.

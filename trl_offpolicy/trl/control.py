@@ -125,6 +125,10 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
 
     def resync() -> None:
         trainer._last_loaded_step = -1  # TRL syncs if this is not the current step
+        if isinstance(trainer.vllm_generation, TRLEngine):
+            trainer.vllm_generation.confirm(
+                False
+            )  # what the engine has is in doubt, so all weights are sent from now on
 
     base = trainer.objective.correction
     missing = lacking(

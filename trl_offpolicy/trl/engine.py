@@ -342,7 +342,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 send=self._send,
                 answer=self.score,
                 precision=self._precision(),
-                confirm=self._confirm,
+                confirm=self.confirm,
             )
             self._log(self.last_sync)
 
@@ -352,7 +352,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             return Precision(held_dtype(self.llm), self.settings.weight_rounding)
         return Precision() if self._server is None else self._server.precision
 
-    def _confirm(self, proven: bool) -> bool:
+    def confirm(self, proven: bool) -> bool:
+        """See :meth:`~trl_offpolicy.engines.weights.changed.ChangedWeights.confirm`."""
         return (self._changed if self._server is None else self._server).confirm(proven)
 
     def _send(self, version: int) -> SyncReport:
