@@ -265,7 +265,7 @@ def ctpo(
     surrogate = torch.minimum(ratio * advantages, torch.minimum(torch.maximum(ratio, least), most) * advantages)
     if dual_clip is not None:
         bound = (dual_clip * growth).exp() * advantages
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, bound), surrogate)
+        surrogate = torch.where((advantages < 0) & (surrogate < bound), bound, surrogate)
     return LossTerms(-surrogate, (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0))
 
 
