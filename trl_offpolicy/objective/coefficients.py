@@ -74,7 +74,7 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. Waits for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        done = StepSums(*sums.tolist(), self._responses)
+        done = StepSums._make([*sums.tolist(), self._responses])
         self._sums, self._responses = None, 0
         return done
 
