@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_not_negative, check_whole
 from trl_offpolicy.functional._fast import count_true
+from trl_offpolicy.functional._shapes import check_zero_or_one
 from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]
@@ -134,7 +135,8 @@ class PolicyBatch:
         self._check_tensors()
         self._check_shapes()
         self._check_dtypes()
-        self._check_masks()
+        names = ("completion_mask", "policy_mask", "decided_keep")
+        check_zero_or_one(**{name: getattr(self, name) for name in names})
         if self.current_version is not None and type(self.current_version) is not int:
             raise TypeError(f"current_version must be an int, but got {type(self.current_version).__name__}.")
         if self.past_average is not None and not isinstance(self.past_average, Average):
@@ -189,22 +191,6 @@ class PolicyBatch:
             value = getattr(self, name)
             if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
                 raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
-
-    def _check_masks(self) -> None:
-        """Raise unless masks of another dtype than bool hold only 0 and 1; a NaN, for example, would count as True.
-
-        The values are checked only on the CPU, where this does not wait for a device.
-        """
-        for name in ("completion_mask", "policy_mask", "decided_keep"):
-            value = getattr(self, name)
-            if value is None or value.dtype == torch.bool:
-                continue
-            if value.is_complex():
-                raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")
-            if value.device.type == "cpu":
-                strange = value[(value != 0) & (value != 1)]
-                if len(strange):
-                    raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
 
     @cached_property
     def mask(self) -> Tensor:

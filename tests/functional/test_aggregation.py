@@ -71,3 +71,12 @@ def test_a_denominator_of_zero_reads_as_one(zero):
 def test_unknown_mode_is_refused():
     with pytest.raises(ValueError, match=r"aggregation must be one of \['token_mean', .* but got 'mean'"):
         aggregate_loss(torch.ones(1, 1), torch.ones(1, 1).bool(), "mean")
+
+
+def test_the_length_that_the_norm_divides_by():
+    with pytest.raises(ValueError, match=r"^max_length must be at least 1, but got 0\.$"):
+        aggregate_loss(LOSS, MASK, "seq_mean_token_sum_norm", max_length=0)
+    empty = aggregate_loss(LOSS[:, :0], MASK[:, :0], "seq_mean_token_sum_norm")
+
+    assert empty.item() == 0.0
+    assert aggregate_loss(LOSS, MASK, "token_sum", max_length=0).item() == 13.0  # it is not read

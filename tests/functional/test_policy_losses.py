@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from trl_offpolicy.functional.policy_losses import cispo, ppo_clip, sapo, vespo_phi
+from trl_offpolicy.functional.policy_losses import cispo, ctpo, ppo_clip, sapo, vespo_phi
 
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
@@ -61,6 +61,20 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, a, loss, gradie
 
     assert value.item() == pytest.approx(loss, abs=1e-6)
     assert log_ratios.grad.item() == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "ctpo"])
+def test_a_token_on_the_dual_clip_keeps_its_gradient(loss):
+    log_ratios = at(3.0)
+    if loss == "ppo_clip":
+        terms = ppo_clip(log_ratios, advantage(-1.0), low=0.2, high=0.2, dual_clip=log_ratios.exp().item())
+    else:
+        terms = ctpo(
+            log_ratios, advantage(-1.0), torch.ones(1, 1).bool(), low=0.2, high=0.2, dual_clip=log_ratios.item()
+        )
+    terms.loss.sum().backward()
+
+    assert log_ratios.grad.item() == pytest.approx(3.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,8 @@ BAD = [
     ("denominator_logps", [[0.0]], TypeError, "must be a tensor, but got list."),
     ("completion_mask", None, TypeError, "must be a tensor, but got NoneType."),
     ("completion_mask", ONES.cfloat(), TypeError, "must be a bool or 0/1 tensor, but got torch.complex64."),
+    ("completion_mask", ONES * math.nan, ValueError, "must be a bool or 0/1 tensor, but got nan."),
+    ("completion_mask", ONES.long() * 7, ValueError, "must be a bool or 0/1 tensor, but got 7."),
 ]
 
 

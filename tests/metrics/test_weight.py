@@ -158,6 +158,8 @@ BAD = [
     (ONES[:, :1], torch.ones(3, 4).bool(), ValueError, "mask must have shape (2, T), but got (3, 4)."),
     (ONES.bool(), ONES, TypeError, "weights must be a floating point tensor, but got torch.bool."),
     (ONES, 1, TypeError, "mask must be a tensor, but got int."),
+    (ONES, ONES * math.nan, ValueError, "mask must be a bool or 0/1 tensor, but got nan."),
+    (ONES[:, :1], ONES * 7, ValueError, "mask must be a bool or 0/1 tensor, but got 7.0."),
 ]
 
 

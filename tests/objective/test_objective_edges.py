@@ -28,6 +28,7 @@ from trl_offpolicy import (
     losses,
 )
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
+from trl_offpolicy.objective.coefficients import StepWindow
 
 NAN, INF = float("nan"), float("inf")
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
@@ -205,6 +206,32 @@ def test_current_log_probs_must_be_finite_on_trainable_tokens(bad):
 
     with pytest.raises(ValueError, match=r"^per_token_logps must be finite on trainable tokens.*0 \* NaN stays NaN"):
         Objective()(replace(batch, per_token_logps=current))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_advantages_must_be_finite_on_trainable_tokens(by_token, bad):
+    batch = finite_batch()
+    advantages = torch.ones(batch.mask.shape if by_token else len(batch.mask))
+    advantages[(0, 1) if by_token else 0] = bad
+
+    with pytest.raises(ValueError, match=r"^advantages must be finite on trainable tokens, but got NaN or infinity: "):
+        Objective()(replace(batch, advantages=advantages))
+    window = StepWindow()
+    for one in (batch, replace(batch, advantages=advantages)):
+        window.add(batch := one, Objective()(finite_batch()).stats)
+    assert window.close().no_advantage == (1 if by_token else batch.mask[0].sum().item())
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_advantages_of_a_response_without_tokens_are_not_read(bad):
+    batch, empty = finite_batch(), torch.tensor([[False], [True], [True]])
+    batch = replace(batch, completion_mask=batch.mask & empty, advantages=torch.tensor([bad, 1.0, -1.0]))
+
+    for policy_loss in ALL_LOSSES:
+        out, gradient = evaluate(batch, policy_loss=policy_loss)
+        assert math.isfinite(out.loss.item())
+        assert gradient.isfinite().all(), policy_loss
 
 
 def test_entropies_and_advantages_may_be_nan_on_padding():

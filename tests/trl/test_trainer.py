@@ -386,6 +386,26 @@ def test_nan_of_the_model_stops_the_run(
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("counted_only", [False, True], ids=["cpu", "accelerator"])
+def test_nan_of_an_advantage_stops_the_run(
+    build: Callable[..., OffPolicyGRPOTrainer], monkeypatch: pytest.MonkeyPatch, counted_only: bool
+) -> None:
+    trainer = build(max_steps=1)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    original = OffPolicyGRPOTrainer._generate_and_score_completions
+
+    def poisoned(self: OffPolicyGRPOTrainer, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = original(self, inputs)
+        return output | {"advantages": torch.full_like(output["advantages"], math.nan)}
+
+    monkeypatch.setattr(OffPolicyGRPOTrainer, "_generate_and_score_completions", poisoned)
+    if counted_only:
+        monkeypatch.setattr(objectives, "_check_current", lambda batch: None)
+    with pytest.raises(ValueError, match=r"^advantages must be finite on trainable tokens"):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
 def test_nan_on_padding_is_harmless(
     build: Callable[..., OffPolicyGRPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks of shapes at the border of a function. They read sizes only and never wait for the device."""
+"""Checks of tensors at the border of a function. They read sizes and dtypes, and never wait for the device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ def check_mask(**masks: Tensor) -> None:
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
             raise TypeError(f"{name} must be a bool tensor, but got {mask.dtype}.")
+
+
+def check_zero_or_one(**masks: Tensor | None) -> None:
+    """Raise unless every mask is bool or holds only 0 and 1; a NaN, for example, would count as True. None passes.
+
+    The values are checked only on the CPU, where this does not wait for a device.
+
+    Raises:
+        ValueError: another value; the message names the argument.
+        TypeError: a complex tensor.
+    """
+    for name, mask in masks.items():
+        if mask is None or mask.dtype == torch.bool:
+            continue
+        if mask.is_complex():
+            raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {mask.dtype}.")
+        if mask.device.type == "cpu":
+            strange = mask[(mask != 0) & (mask != 1)]
+            if len(strange):
+                raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
 
 
 def check_tokens_or_rows(shape: Sequence[int], **tensors: Tensor | None) -> None:

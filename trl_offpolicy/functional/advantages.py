@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_choice
-from trl_offpolicy.functional._shapes import check_matrix, check_rows, check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_matrix, check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_padded, gather_rows, sum_ranks
-from trl_offpolicy.functional.groups import group_members
+from trl_offpolicy.functional.groups import group_members, member_sums
 
 ScaleRewards = Literal["group", "batch", "none"]
 Alone = Literal["zero", "return"]
@@ -67,8 +67,7 @@ def group_advantages(
         tensor([ 0.5000, -0.5000,  0.0000])
     """
     check_choice("scale_rewards", scale_rewards, get_args(ScaleRewards))
-    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & rewards.isfinite()
+    here = _rewarded(rewards, counted, group_ids=group_ids)
     values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
@@ -137,8 +136,7 @@ def scaled_by_the_others(
         >>> scaled_by_the_others(torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0, 0, 0]), torch.ones(3).bool())
         tensor([-0.3536, -1.1785,  4.9497])
     """
-    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & rewards.isfinite()
+    here = _rewarded(rewards, counted, group_ids=group_ids)
     values = torch.where(here, rewards.float(), 0.0).double()
     member = group_members(group_ids, here, across_ranks=True)
     mean, std = _mean_and_std(gather_rows(values), member)
@@ -189,8 +187,7 @@ def reward_if_alone(advantages: Tensor, rewards: Tensor, group_ids: Tensor, coun
         >>> reward_if_alone(torch.zeros(2), torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), torch.ones(2).bool())
         tensor([0.5000, 0.2500])
     """
-    check_rows(len(rewards), rewards=rewards, advantages=advantages, group_ids=group_ids, counted=counted)
-    here = counted & rewards.isfinite()
+    here = _rewarded(rewards, counted, advantages=advantages, group_ids=group_ids)
     return torch.where(here & ~in_company(group_ids, here), rewards.float(), advantages)
 
 
@@ -209,7 +206,7 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
         rewards: (B,) float.
         group_ids: (B,) integer.
         counted: (B,) bool.
-        importance: (B,) float, e >= 0; in a group where all are 0 the plain mean takes over.
+        importance: (B,) float, e >= 0; not finite = 0. In a group where all are 0 the plain mean takes over.
 
     Returns:
         (B,) float32.
@@ -221,15 +218,14 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
         ...                   torch.tensor([3.0, 1.0]))
         tensor([ 0.2500, -0.7500])
     """
-    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted, importance=importance)
-    here = counted & rewards.isfinite()
+    here = _rewarded(rewards, counted, group_ids=group_ids, importance=importance)
     values = torch.where(here, rewards.float(), 0.0)
-    energy = torch.where(here, importance.float(), 0.0)
-    member = group_members(group_ids, here, across_ranks=True).double()
+    energy = torch.where(here & importance.isfinite(), importance.float(), 0.0)
+    member = group_members(group_ids, here, across_ranks=True)
     everyone, energies = gather_rows(values).double(), gather_rows(energy).double()
-    total, count = member @ energies, member.sum(-1)
-    plain = (member @ everyone) / count.clamp(min=1.0)
-    weighted = (member @ (energies * everyone)) / torch.where(total > 0, total, 1.0)
+    total, count = member_sums(energies, member), member.sum(-1)
+    plain = member_sums(everyone, member) / count.clamp(min=1)
+    weighted = member_sums(energies * everyone, member) / torch.where(total > 0, total, 1.0)
     baseline = torch.where(total > 0, weighted, plain)
     return torch.where(here & (count > 1), values - baseline, 0.0).float()
 
@@ -265,14 +261,17 @@ def normalised_by_function(
         >>> normalised_by_function(rewards, torch.zeros(3).long(), torch.ones(3).bool())
         tensor([-0.5774, -0.5771,  1.1546])
     """
+    check_mask(counted=counted)
     check_matrix(rewards=rewards)
     check_rows(len(rewards), group_ids=group_ids, counted=counted)
     check_rows(rewards.shape[1], weights=weights)
     here = counted & rewards.isfinite().any(-1)
     columns = [group_advantages(column, group_ids, here) for column in rewards.unbind(-1)]
     by_function = torch.stack(columns, dim=-1)
-    total = by_function.sum(-1) if weights is None else by_function @ weights.to(by_function)
-    mean, variance = _batch_moments(total, here.float())
+    if weights is not None:  # not as a matrix product, which autocast would round to bfloat16
+        by_function = by_function * weights.to(by_function)
+    total = by_function.sum(-1)
+    mean, variance = _batch_moments(total, here)
     return torch.where(here, (total - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
@@ -309,8 +308,7 @@ def best_of_group(
         >>> best_of_group(rewards, ids, torch.ones(3).bool(), scale_rewards="none")
         tensor([0.7500, 0.0000, 0.0000])
     """
-    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
-    here = counted & rewards.isfinite()
+    here = _rewarded(rewards, counted, group_ids=group_ids)
     values = torch.where(here, rewards.float(), 0.0).double()
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
@@ -371,7 +369,8 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
         lengths: (B,) trainable tokens; 0 = the response does not count.
 
     Returns:
-        (B,) float32; 0 where the length is 0. An advantage of 0 (a group of one) becomes - mean / std.
+        (B,) float32; 0 where the length is 0 or the advantage is not finite, which does not count either. An advantage
+        of 0 (a group of one) becomes - mean / std.
 
     Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl and slime compute it. OpenRLHF and NeMo-RL have
     the variance of n, which is smaller by (n - 1) / n, and clamp it at 1e-8 instead of adding that.
@@ -381,8 +380,9 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
         tensor([ 1.5000, -0.5000])
     """
     check_rows(len(advantages), advantages=advantages, lengths=lengths)
-    mean, variance = _batch_moments(advantages, lengths.float())
-    return torch.where(lengths > 0, (advantages - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0)
+    here = (lengths > 0) & advantages.isfinite()
+    mean, variance = _batch_moments(advantages, torch.where(here, lengths, 0))
+    return torch.where(here, (advantages - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0)
 
 
 @torch.no_grad()
@@ -395,7 +395,7 @@ def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
 
     Args:
         advantages: (B,) float32.
-        counted: (B,) bool; the others get 0.
+        counted: (B,) bool; the others get 0, and so does an advantage that is not finite.
 
     Returns:
         (B,) float32.
@@ -406,9 +406,18 @@ def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
         >>> normalised_by_response(torch.tensor([1.0, -1.0, 7.0]), torch.tensor([True, True, False]))
         tensor([ 0.7071, -0.7071,  0.0000])
     """
+    check_mask(counted=counted)
     check_rows(len(advantages), advantages=advantages, counted=counted)
-    mean, variance = _batch_moments(torch.where(counted, advantages, 0.0), counted.float())
-    return torch.where(counted, (advantages - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
+    here = counted & advantages.isfinite()
+    mean, variance = _batch_moments(advantages, here)
+    return torch.where(here, (advantages - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
+
+
+def _rewarded(rewards: Tensor, counted: Tensor, **others: Tensor) -> Tensor:
+    """(B,) bool: the counted rows whose reward is finite; checks that everything else is (B,) as well."""
+    check_mask(counted=counted)
+    check_rows(len(rewards), rewards=rewards, counted=counted, **others)
+    return counted & rewards.isfinite()
 
 
 def _mean_and_std(everyone: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,8 +429,11 @@ def _mean_and_std(everyone: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (n - 1) of the values of all ranks, each counted ``weights`` times; 0-d float32."""
-    weights, values = weights.double(), values.double()
+    """Mean and variance (n - 1) of the values of all ranks, each counted ``weights`` times; 0-d float32.
+
+    Where the weight is 0 the values may hold anything, NaN included.
+    """
+    values, weights = torch.where(weights > 0, values, 0.0).double(), weights.double()
     totals = sum_ranks(torch.stack([weights.sum(), (weights * values).sum()]))
     mean = totals[1] / totals[0].clamp(min=1.0)
     squares = sum_ranks((weights * (values - mean).square()).sum())
@@ -455,6 +467,7 @@ def score_energy(logps: Tensor, sum_sq_probs: Tensor, mask: Tensor, weights: Ten
         >>> score_energy(torch.tensor([[0.5]]).log(), torch.tensor([[0.5]]), torch.tensor([[True]]))
         tensor([[0.5000]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, logps=logps, sum_sq_probs=sum_sq_probs)
     check_tokens_or_rows(mask.shape, weights=weights)
     energy = (1 - 2 * logps.float().exp() + sum_sq_probs.float()).clamp(min=0.0)
@@ -483,6 +496,7 @@ def returns_to_go(outcome: Tensor, mask: Tensor, token_rewards: Tensor | None = 
         >>> returns_to_go(torch.ones(1), torch.tensor([[True, False, True]]), torch.tensor([[0.1, 9.0, 0.2]]))
         tensor([[1.3000, 0.0000, 1.2000]])
     """
+    check_mask(mask=mask)
     check_rows(len(mask), outcome=outcome)
     check_tokens(mask.shape, token_rewards=token_rewards)
     later = torch.zeros_like(mask, dtype=torch.float32)
@@ -516,6 +530,7 @@ def discounted_returns(
         >>> discounted_returns(torch.ones(1), torch.tensor([[True, False, True]]), discount=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
+    check_mask(mask=mask)
     check_rows(len(mask), outcome=outcome)
     check_tokens(mask.shape, token_rewards=token_rewards)
     places = mask.cumsum(-1)
@@ -545,15 +560,17 @@ def whitened_tokens(values: Tensor, mask: Tensor) -> Tensor:
         mask: (B, T) bool.
 
     Returns:
-        (B, T) float32, 0 outside ``mask``.
+        (B, T) float32, 0 outside ``mask`` and where the value is not finite, which does not count.
 
     Example:
         >>> whitened_tokens(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
         tensor([[-0.7071,  0.7071,  0.0000]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, values=values)
-    mean, variance = _batch_moments(torch.where(mask, values, 0.0), mask)
-    return torch.where(mask, (values - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0).float()
+    here = mask & values.isfinite()
+    mean, variance = _batch_moments(values, here)
+    return torch.where(here, (values - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0).float()
 
 
 @torch.no_grad()
@@ -577,8 +594,9 @@ def optimal_token_baseline(
     correlate. The bias is of order 1 / n, because the response's own return is in B_t.
 
     Args:
-        returns: (B, T) float32, G.
+        returns: (B, T) float32, G; a token whose return is not finite does not count and gets 0.
         energy: (B, T) float32, e, from :func:`score_energy`; with importance weights in it the baseline is IS-aware.
+            Not finite = 0.
         mask: (B, T) bool, True = trainable token.
         group_ids: (B,) integer; a group may be spread over ranks, T may differ between them.
         counted: (B,) bool, responses that belong to the baseline; the others get 0.
@@ -586,7 +604,8 @@ def optimal_token_baseline(
             turns (tool output) differ from response to response. False: t is the position.
         alone: what a token gets that no other response of the group reaches: "zero" (the formula, B_t = G_t) or
             "return" (B_t = 0, which is verl's ``handle_zero_tail`` and its default).
-        path_weights: (B, 1) or (B, T), w; None = 1. Importance weights go either here or into the energy.
+        path_weights: (B, 1) or (B, T), w; None = 1, and where w^2 is not finite W is 0. Importance weights go either
+            here or into the energy.
 
     Returns:
         (B, T) float32, 0 outside ``mask``. Where all W are 0 the plain mean takes over.
@@ -602,6 +621,7 @@ def optimal_token_baseline(
         tensor([[ 0.5000,  0.3333],
                 [-0.5000, -0.6667]])
     """
+    check_mask(mask=mask, counted=counted)
     check_tokens(mask.shape, returns=returns, energy=energy)
     check_rows(len(mask), group_ids=group_ids, counted=counted)
     if multi_turn:
@@ -614,21 +634,22 @@ def optimal_token_baseline(
             returns, energy, mask, group_ids, counted, alone=alone, path_weights=path_weights
         )
         return torch.zeros_like(advantages).scatter_(1, order, advantages)
-    here = mask & counted.unsqueeze(1)
     check_tokens_or_rows(mask.shape, path_weights=path_weights)
-    path = torch.where(mask, energy, 0.0).cumsum(-1)
+    here = mask & counted.unsqueeze(1) & returns.isfinite()
+    path = torch.where(mask & energy.isfinite(), energy, 0.0).cumsum(-1)
     if path_weights is not None:
         path = path * path_weights.float().square()
-    path = torch.where(here, path, 0.0)  # W
+    path = torch.where(here & path.isfinite(), path, 0.0)  # W
     present = torch.where(here, returns, 0.0)
     member = (group_ids.unsqueeze(1) == gather_rows(group_ids).unsqueeze(0)).double()
+    paths, everyone, seen = (gather_padded(one.float(), padding=0.0).double() for one in (path, present, here))
 
     def over_group(values: Tensor) -> Tensor:
         """Sum over the group's responses on all ranks at each position, cut to this rank's T."""
-        return (member @ gather_padded(values, padding=0.0).double())[:, : mask.shape[1]]
+        return (member @ values)[:, : mask.shape[1]]
 
-    total, count = over_group(path), over_group(here.float())
-    weighted = over_group(path * present) / torch.where(total > 0, total, 1.0)
-    baseline = torch.where(total > 0, weighted, over_group(present) / count.clamp(min=1.0))
+    total, count = over_group(paths), over_group(seen)
+    weighted = over_group(paths * everyone) / torch.where(total > 0, total, 1.0)
+    baseline = torch.where(total > 0, weighted, over_group(everyone) / count.clamp(min=1.0))
     single = present if alone == "return" else torch.zeros_like(present)
     return torch.where(here, torch.where(count > 1, returns - baseline.float(), single), 0.0)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_tokens_or_rows
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -38,16 +38,21 @@ def aggregate_loss(
         mode: one of the names above.
         tokens: N; None = True tokens of ``mask``.
         sequences: S; None = B, empty rows included.
-        max_length: L; None = T.
+        max_length: L, at least 1; None = T.
 
     Returns:
         0-d; a denominator of 0 reads as 1.
+
+    Raises:
+        ValueError: an unknown mode, or a ``max_length`` below 1 that is read.
+        TypeError: ``mask`` is not bool.
 
     Example:
         >>> aggregate_loss(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]]),
         ...                "seq_mean_token_mean")
         tensor(3.5000)
     """
+    check_mask(mask=mask)
     check_tokens_or_rows(mask.shape, per_token_loss=per_token_loss)
     inside = torch.where(mask, per_token_loss, 0.0)
     if mode == "token_sum":
@@ -58,7 +63,9 @@ def aggregate_loss(
     if mode == "seq_mean_token_mean":
         rows = rows / mask.sum(-1).clamp(min=1)
     elif mode == "seq_mean_token_sum_norm":
-        rows = rows / (mask.shape[1] if max_length is None else max_length)
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, but got {max_length}.")
+        rows = rows / _nonzero(float(mask.shape[1]) if max_length is None else max_length)
     elif mode != "seq_mean_token_sum":
         raise ValueError(f"aggregation must be one of {list(AGGREGATIONS)}, but got {mode!r}.")
     return rows.sum() / _nonzero(float(mask.shape[0]) if sequences is None else sequences)

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, row_blocks
-from trl_offpolicy.functional._shapes import check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_tokens_or_rows
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.moments import PRODUCT_RANGE, Layout, Moments
@@ -92,6 +92,7 @@ def estimator_rows(log_ratios: Tensor, weights: Tensor, mask: Tensor, advantages
         >>> missed(moments), missed_token(moments)  # W = 0.5: half of the mass of the one response is not pi's
         (tensor(0.5000, dtype=torch.float64), tensor(0.2500, dtype=torch.float64))
     """
+    check_mask(mask=mask)
     for name, value in {"weights": weights, "advantages": advantages}.items():
         check_tokens_or_rows(mask.shape, **{name: value})
     blocks = [

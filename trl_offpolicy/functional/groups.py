@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_rows
+from trl_offpolicy.functional._shapes import check_mask, check_rows
 from trl_offpolicy.functional.collective import gather_rows
 
 
@@ -19,8 +20,21 @@ def group_members(group_ids: Tensor, counted: Tensor, *, across_ranks: bool) -> 
     Returns:
         (B, N) or (B, B) bool.
     """
+    check_mask(counted=counted)
     check_rows(len(group_ids), group_ids=group_ids, counted=counted)
     ids, present = group_ids, counted
     if across_ranks:
         ids, present = gather_rows(ids), gather_rows(present)
     return (group_ids.unsqueeze(1) == ids.unsqueeze(0)) & present.unsqueeze(0)
+
+
+def member_sums(values: Tensor, member: Tensor) -> Tensor:
+    """Sum of the values of each row's members, (B,).
+
+    A number that is not finite stays in its group: in a matrix product 0 * NaN would reach all others.
+
+    Args:
+        values: (N,) float.
+        member: (B, N) bool, from :func:`group_members`.
+    """
+    return torch.where(member, values, 0.0).sum(-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_positive_or_none
-from trl_offpolicy.functional._shapes import check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_tokens
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT, exp_of, expm1_of, ratio_of
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
@@ -78,6 +78,7 @@ def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tenso
         (B, T) float32; 0 and without gradient on padding and where the reference is not finite. The reference is held
         within +-10000 nats, so that the lowest float32, which some masks hold, leaves the estimate finite.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, logps=logps, reference=reference)
     reference = reference.detach().float()
     usable = mask & (reference.abs() < torch.inf)

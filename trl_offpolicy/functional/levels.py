@@ -11,7 +11,7 @@ from trl_offpolicy.checks import check_choice
 from trl_offpolicy.functional._fast import any_true, count_true
 from trl_offpolicy.functional._shapes import check_mask, check_rows, check_tokens
 from trl_offpolicy.functional.collective import gather_rows
-from trl_offpolicy.functional.groups import group_members
+from trl_offpolicy.functional.groups import group_members, member_sums
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of
 
 Level = Literal[
@@ -120,6 +120,7 @@ def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
         >>> turn_index(torch.tensor([[False, True, True, False, True]]))
         tensor([[0, 0, 0, 0, 1]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, turn_ids=turn_ids)
     if turn_ids is None:
         # A turn starts at a trainable token whose left neighbour is none. Counting the starts numbers the turns.
@@ -161,7 +162,8 @@ def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         (B,) of the dtype of ``values``.
     """
+    check_mask(active=active)
     check_rows(len(values), values=values, active=active, group_ids=group_ids)
-    member = group_members(group_ids, active, across_ranks=True).double()
-    total = member @ gather_rows(torch.where(active, values, 0.0)).double()
-    return (total / member.sum(-1).clamp(min=1.0)).to(values.dtype)
+    member = group_members(group_ids, active, across_ranks=True)
+    total = member_sums(gather_rows(torch.where(active, values, 0.0)).double(), member)
+    return (total / member.sum(-1).clamp(min=1)).to(values.dtype)

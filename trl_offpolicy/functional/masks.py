@@ -38,6 +38,7 @@ def outlier_veto(
 
     Reference: Liu, Li et al. 2025, "When speed kills stability" (veto); SkyRL ``outlier_token_is_threshold_*``.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     keep = torch.ones_like(mask[:, :1])
     if high is not None:
@@ -304,6 +305,7 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, *, top: float) -> Tensor:
 
     Reference: Wang et al. 2025, "Beyond the 80/20 rule" (arXiv:2506.01939); TRL's ``get_high_entropy_mask``.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, entropies=entropies)
     own = entropies.detach().float()
     everyone = gather_flat(torch.where(mask, own, -torch.inf), padding=-torch.inf)

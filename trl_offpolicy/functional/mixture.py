@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_tokens
 
 MixtureLevel = Literal["token", "sequence"]
 
@@ -45,6 +45,7 @@ def mixture_logps(logps: Tensor, shares: Tensor, mask: Tensor, *, level: Mixture
         >>> mixture_logps(two, torch.tensor([0.5, 0.5]), torch.ones(1, 2).bool(), level="sequence").exp()
         tensor([[0.4000, 0.2000]])
     """
+    check_mask(mask=mask)
     if logps.dim() != 3 or tuple(shares.shape) != logps.shape[:1]:
         raise ValueError(
             "shares must have shape (K,) for logps of (K, B, T), but got "

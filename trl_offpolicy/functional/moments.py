@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, row_blocks
-from trl_offpolicy.functional._shapes import check_rows, check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_rows, check_tokens
 from trl_offpolicy.functional.log_ratios import (
     LOG_RATIO_CLAMP,
     LogRatio,
@@ -28,6 +28,8 @@ from trl_offpolicy.functional.log_ratios import (
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
 _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
+_MAX_PROBABILITY = 1e4
+"""No probability is above 1. Those of garbage log-probs far above 0 are cut, so that sums of squares stay finite."""
 HIGH_PROB_DIFF = 0.5
 """Largest |p_numerator - p_denominator| of a response from which Yao et al. 2025 call it high."""
 CONFIDENT_LOGP, DISAGREEMENT = math.log(0.5), 2.0
@@ -169,6 +171,7 @@ def ratio_rows(
         lengths: (B,) float32, how many ``mask`` has in each row, where that is known.
         core: take only :data:`CORE_SUMS`.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, ratio=ratio.values if isinstance(ratio, LogRatio) else ratio, denominator=denominator)
     parts = []
     for block in row_blocks(mask.shape, mask.device):
@@ -209,7 +212,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> tupl
     log_ratios, observed = ratio
     here = as_float(observed)
     logp = finite_or_zero(denominator.float()).mul_(here)
-    prob = exp_of(logp).mul_(here)
+    prob = exp_of(logp).clamp_(max=_MAX_PROBABILITY).mul_(here)
     excess = excess_of(log_ratios)  # rho - 1
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
     highest = log_ratios.amax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_mask
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 
@@ -43,6 +44,7 @@ def routing_moments(
         raise ValueError(f"second must have shape {tuple(first.shape)} as first, but got {tuple(second.shape)}.")
     known = (first >= 0).all(-1) & (second >= 0).all(-1)
     if mask is not None:
+        check_mask(mask=mask)
         known = known & mask.unsqueeze(-1)
     same = first.unsqueeze(-1) == second.unsqueeze(-2)  # (i, j): the first's i-th expert is the second's j-th
     shared = torch.where(known, same.any(-1).float().mean(-1), 0.0).double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_broadcast, check_tokens
+from trl_offpolicy.functional._shapes import check_broadcast, check_mask, check_tokens
 
 
 @torch.no_grad()
@@ -34,6 +34,7 @@ def penalised_advantages(advantages: Tensor, discrepancy: Tensor, mask: Tensor, 
         >>> penalised_advantages(torch.ones(1, 1), torch.tensor([[0.0, 0.2]]), torch.ones(1, 2).bool(), coef=0.5)
         tensor([[1.0000, 0.9000]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, discrepancy=discrepancy)
     check_broadcast(advantages=advantages, discrepancy=discrepancy)
     return advantages.float() - coef * torch.where(mask, discrepancy.float(), 0.0)
@@ -114,6 +115,7 @@ def zero_variance_advantages(
         tensor([[ 0.1000,  0.3000],
                 [-0.2000,  0.0000]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, entropies=entropies)
     check_broadcast(advantages=advantages, entropies=entropies)
     entropies = torch.where(mask & (entropies.abs() < torch.inf), entropies.float(), 0.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, count_true, row_blocks
-from trl_offpolicy.functional._shapes import check_rows, check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.moments import Layout, Moments, dot
 
 WEIGHT_LAYOUT = Layout(
@@ -36,6 +36,7 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
         The rows of each of ``weights``. The sequence entries take each row's mean weight over its tokens (a
         sequence-level weight is its own mean).
     """
+    check_mask(mask=mask)
     for weight in weights:
         check_tokens_or_rows(mask.shape, weights=weight)
     check_rows(len(mask), lengths=lengths)
@@ -62,6 +63,7 @@ def cut_rows(mask: Tensor, raw: Tensor, bounded: Tensor) -> Tensor:
         raw: (B, T) ratios, finite.
         bounded: (B, T) the same after caps and bands. Where it is larger than the ratio (a floor) no mass is cut.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, raw=raw, bounded=bounded)
     parts = []
     for block in row_blocks(mask.shape, mask.device):
@@ -118,6 +120,7 @@ def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
     The arguments are those of :func:`weight_rows`, but only the weights on True tokens need be finite.
     """
     check_tokens_or_rows(mask.shape, weights=weights)
+    check_mask(mask=mask)
     inside = torch.where(mask, weights, 0.0) if _is_by_token(weights, mask) else weights
     (rows,) = weight_rows(mask, inside)
     return fold_weight_rows(rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_proper_fraction
-from trl_offpolicy.functional._shapes import check_tokens
+from trl_offpolicy.functional._shapes import check_mask, check_tokens
 
 NORMALIZER_FLOOR = 1e-8
 """Weights are not divided by a mean at or below this: everything was rejected or underflowed."""
@@ -94,6 +94,7 @@ def prefix_min_weight(log_ratios: Tensor, mask: Tensor) -> Tensor:
         >>> prefix_min_weight(torch.tensor([[2.0, -1.0, 3.0]]), torch.ones(1, 3).bool())
         tensor([[2., 1., 2.]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     smallest = torch.where(mask, log_ratios, torch.inf).cummin(-1).values
     # One place to the right: the minimum strictly before t. Infinite where no trainable token comes before.
@@ -119,6 +120,7 @@ def prefix_bounds(mask: Tensor, *, low: float, high: float) -> tuple[Tensor, Ten
 
     Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331).
     """
+    check_mask(mask=mask)
     growth = mask.cumsum(-1).float().sqrt()
     return math.log(low) * growth, math.log(high) * growth
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from trl_offpolicy.functional._shapes import check_zero_or_one
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.log_ratios import log_ratio
 from trl_offpolicy.functional.moments import RATIO_LAYOUT, Layout, Moments, fold_ratio_rows, ratio_rows
@@ -134,7 +135,8 @@ class RatioMetric(MomentMetric):
             completion_mask: (B, T) bool or 0/1, True = trainable token.
 
         Raises:
-            ValueError: the shapes are not all the same (B, T).
+            ValueError: the shapes are not all the same (B, T), or the mask holds another number than 0 and 1 (looked
+                for on the CPU only).
             TypeError: an argument is not a tensor, or log-probs are not floating point.
         """
         _check_floats("numerator_logps", numerator_logps)
@@ -170,7 +172,8 @@ class WeightMetric(MomentMetric):
                 applied weights.
 
         Raises:
-            ValueError: the shapes do not fit.
+            ValueError: the shapes do not fit, or the mask holds another number than 0 and 1 (looked for on the CPU
+                only).
             TypeError: an argument is not a tensor, or the weights are not floating point.
         """
         _check_floats("weights", weights)
@@ -199,11 +202,10 @@ def _checked_mask(name: str, mask: Tensor, like: Tensor, broadcast: bool = False
     """The mask as bool, after its shape was compared with ``like``, which may be (B, 1) with ``broadcast``."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(mask).__name__}.")
-    if mask.is_complex():
-        raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {mask.dtype}.")
     rows, length = like.shape
     free = broadcast and length == 1
     if mask.dim() != 2 or len(mask) != rows or (mask.shape[1] != length and not free):
         expected = f"({rows}, {'T' if free else length})"
         raise ValueError(f"{name} must have shape {expected}, but got {tuple(mask.shape)}.")
+    check_zero_or_one(**{name: mask})
     return mask if mask.dtype == torch.bool else mask != 0

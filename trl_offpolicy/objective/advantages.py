@@ -74,11 +74,12 @@ class AdvantageInputs:
         reward_weights: (K,), the weight of each function in the sum; None = ones.
         counted: (B,) bool, responses that belong to the baseline; None = all.
         mask: bool, True = trainable token.
-        token_rewards: rewards by token besides the outcome, e.g. those of :class:`~trl_offpolicy.KLPenalty`.
+        token_rewards: rewards by token besides the outcome, e.g. those of :class:`~trl_offpolicy.KLPenalty`. A response
+            with one that is not finite on ``mask`` counts as one without a reward.
         per_token_logps: log-probs of the policy at rollout weights (old), nats.
         sum_sq_probs: sum over the vocabulary of its probabilities squared.
         weights: (B, 1) or (B, T) importance weights.
-        greedy_rewards: (B,) total reward of the greedy completion of each row's prompt; NaN = it has none.
+        greedy_rewards: (B,) total reward of the greedy completion of each row's prompt; not finite = it has none.
         squared_grad_norms: (B,) squared norm of each response's gradient, if a trainer has it.
 
     Raises:
@@ -142,8 +143,8 @@ class AdvantageInputs:
 
     @property
     def present(self) -> Tensor:
-        """(B,) bool: the responses that are counted and have a reward."""
-        rewarded = ~self.outcome.isnan()
+        """(B,) bool: the responses that are counted and have a reward, whose total is finite."""
+        rewarded = self.total.isfinite()
         return rewarded if self.counted is None else rewarded & (self.counted != 0)
 
     def need(self, name: str, reader: str) -> Tensor:
@@ -516,7 +517,7 @@ class ReMax(AdvantageEstimator):
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """The reward less that of the greedy completion; (B,) float32."""
         baseline = inputs.need("greedy_rewards", "ReMax").detach().float()
-        return torch.where(inputs.present & ~baseline.isnan(), inputs.total - baseline, 0.0)
+        return torch.where(inputs.present & baseline.isfinite(), inputs.total - baseline, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

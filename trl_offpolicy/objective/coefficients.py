@@ -19,6 +19,7 @@ from torch import Tensor
 from trl_offpolicy.checks import check_bool, check_not_negative, check_number, check_within, near
 from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.objective.kl import AdaptiveKL, KLPenalty
+from trl_offpolicy.objective.measure import without_advantage
 from trl_offpolicy.objective.shaping import AdvantageShaping
 from trl_offpolicy.parts import as_mapping
 from trl_offpolicy.stats import Stats
@@ -33,13 +34,15 @@ STATE_FILE = "offpolicy_state.json"
 class StepSums(NamedTuple):
     """What an optimizer step measured.
 
-    ``nonfinite`` counts the tokens without a finite log-prob. ``kl`` is summed over the trainable ``tokens`` and
+    ``nonfinite`` counts the trainable tokens without a finite log-prob, ``no_advantage`` those without a finite
+    advantage. ``kl`` is summed over the trainable ``tokens`` and
     ``entropy`` over the tokens of the policy term (``acting``), both in nats. ``sampled`` counts the trainable tokens
     with a finite log-prob of the engine; without such log-probs all do. ``discrepancy`` is summed over the trainable
     tokens, in the unit of the shaping that measures it. ``responses`` are those of this rank.
     """
 
     nonfinite: float
+    no_advantage: float
     kl: float
     tokens: float
     entropy: float
@@ -71,15 +74,14 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. Waits for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        nonfinite, kl, tokens, entropy, acting, sampled, discrepancy = sums.tolist()
-        done = StepSums(nonfinite, kl, tokens, entropy, acting, sampled, discrepancy, self._responses)
+        done = StepSums._make([*sums.tolist(), self._responses])
         self._sums, self._responses = None, 0
         return done
 
 
 @torch.no_grad()
 def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
-    """(7,) float64: the fields of :class:`StepSums` without the last."""
+    """(8,) float64: the fields of :class:`StepSums` without the last."""
     loss = stats.groups["loss"].moments
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     acting = batch.acting_mask
@@ -87,7 +89,8 @@ def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
     shaped = stats.groups.get("loss#discrepancy")
     discrepancy = zero if shaped is None else shaped.moments["discrepancy"]
     counts = acting.sum().double(), sampled_tokens(batch)
-    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, *counts, discrepancy])
+    wrong = loss["nonfinite"], without_advantage(batch).sum().double()
+    return torch.stack([*wrong, loss["kl"], loss["tokens"], entropy, *counts, discrepancy])
 
 
 def sampled_tokens(batch: PolicyBatch) -> Tensor:

@@ -117,6 +117,13 @@ def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
     return mask.any(-1, keepdim=True) if decisions and decisions[0].shape[-1] == 1 else mask
 
 
+def without_advantage(batch: PolicyBatch) -> Tensor:
+    """(B, T) bool: trainable tokens whose advantage is not finite; nothing waits for the device."""
+    advantages = batch.advantages.detach()
+    finite = advantages.abs() < torch.inf
+    return batch.mask & ~(finite.unsqueeze(1) if finite.dim() == 1 else finite)
+
+
 @torch.no_grad()
 def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
     """The ``loss`` group of one call."""

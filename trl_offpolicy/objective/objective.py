@@ -24,6 +24,7 @@ from trl_offpolicy.objective.measure import (
     gradient_stats,
     loss_stats,
     rollout_stats,
+    without_advantage,
 )
 from trl_offpolicy.objective.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
 from trl_offpolicy.objective.shaping import AdvantageShaping
@@ -56,6 +57,12 @@ NONFINITE_CURRENT = (
     "overflow or broken weights."
 )
 """The error that the trainers raise once per optimizer step, and the objective itself on a CPU."""
+NONFINITE_ADVANTAGES = (
+    "advantages must be finite on trainable tokens, but got NaN or infinity: the loss would be NaN and the next step "
+    "would end the model. Look for a reward that is not finite (the estimators of trl_offpolicy.advantages give such a "
+    "response 0), or mask the response."
+)
+"""The same for the advantages."""
 NO_SAMPLING = (
     "sampling_per_token_logps must be finite on some trainable token of an optimizer step, but all of them are NaN or "
     "infinite: the engine (or the rollout function) returned no log-probs, and every weight would be 1. Let it return "
@@ -257,8 +264,9 @@ class Objective:
 
         Raises:
             ValueError: a field that the objective reads is absent; or, for tensors on the CPU,
-                ``per_token_logps`` is not finite on a trainable token. On an accelerator it is only counted in
-                ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once per step.
+                ``per_token_logps`` or ``advantages`` are not finite on a trainable token. On an accelerator they are
+                only counted (the former in ``loss/nonfinite_current``), so as not to wait for the device; the trainers
+                raise once per step.
         """
         if not isinstance(batch, PolicyBatch):
             raise TypeError(f"batch must be a PolicyBatch, but got {type(batch).__name__}.")
@@ -458,15 +466,19 @@ class Objective:
 
 
 def _check_current(batch: PolicyBatch) -> None:
-    """On the CPU, raise unless the current policy is finite on trainable tokens.
+    """On the CPU, raise unless the current policy and the advantages are finite on trainable tokens.
 
     Raises:
-        ValueError: it is not.
+        ValueError: one of them is not.
     """
-    if batch.per_token_logps.device.type == "cpu":
-        finite = batch.per_token_logps.detach().abs() < torch.inf
-        if not bool((finite | ~batch.mask).all()):
-            raise ValueError(NONFINITE_CURRENT)
+    if batch.per_token_logps.device.type != "cpu":
+        return
+    for wrong, message in (
+        (batch.mask & ~(batch.per_token_logps.detach().abs() < torch.inf), NONFINITE_CURRENT),
+        (without_advantage(batch), NONFINITE_ADVANTAGES),
+    ):
+        if bool(wrong.any()):
+            raise ValueError(message)
 
 
 def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_mask
+
 
 class LossTerms(NamedTuple):
     """A loss per token, where its clip was active (bool; None = it does not clip on that side), and its soft gate."""
@@ -37,4 +39,5 @@ def unit_ratio(logps: Tensor) -> Tensor:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of (B, T) ``values`` over the True tokens of ``mask``, 0-d; 0 without any."""
+    check_mask(mask=mask)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

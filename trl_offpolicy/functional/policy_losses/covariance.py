@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_mask, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean
@@ -35,6 +35,7 @@ def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         >>> token_covariance(torch.tensor([[-1.0, -3.0]]), torch.tensor([[2.0, 0.0]]), torch.ones(1, 2).bool())
         tensor([[1., 1.]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, logps=logps)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     logps, advantages = logps.detach(), advantages.expand_as(logps)
@@ -44,6 +45,7 @@ def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 def first_ranked(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     """(B, T) bool: the ``count`` candidates with the highest scores of the call; all of them if there are fewer."""
+    check_mask(candidates=candidates)
     check_tokens(candidates.shape, scores=scores)
     # Sorting the order of the sorted places gives each place its rank; nothing waits for the value of ``count``.
     flat = torch.where(candidates, scores, -torch.inf).flatten()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_broadcast, check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_broadcast, check_mask, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms, unit_ratio
@@ -54,6 +54,7 @@ def future_influence(
         ...                  low=0.9, high=9.0, max_ratio=None, safe_ratio=None)
         tensor([[1.4142, 0.5000]])
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     here = log_ratios.detach()
@@ -166,6 +167,7 @@ def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
         >>> soft_value(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool(), beta=1.0)
         tensor([[0.6201]])
     """
+    check_mask(counted=counted)
     check_tokens(counted.shape, rewards=rewards)
     count = counted.sum(-1, keepdim=True)
     scaled = torch.where(counted, rewards / beta, -torch.inf)
@@ -177,6 +179,7 @@ def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
 
 def entropy_groups(entropies: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
     """(B, T) bool: the ``fraction`` (rounded up) of each response's tokens with the highest entropy; ties in order."""
+    check_mask(mask=mask)
     check_tokens(mask.shape, entropies=entropies)
     ranked = torch.where(mask, entropies, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     share = mask.sum(-1, keepdim=True).double() * fraction
@@ -214,6 +217,7 @@ def espo(
     paper's words, "the same way as GSPO-token". There are two groups, as in its ablation of the grouping proportion.
     Its entropies are pi_old's.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios, entropies=entropies)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     top = entropy_groups(entropies.detach(), mask, fraction=high_entropy_fraction)
@@ -251,6 +255,7 @@ def ctpo(
     Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331); authors' code (github.com/horizon-llm/CTPO, acc40211,
     ``cum-token-cumprod-la``). Between the bounds R_t is the unbiased weight of a token given its prefix.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_broadcast(log_ratios=log_ratios, advantages=advantages)
     walk = torch.where(mask, log_ratios.detach(), 0.0).cumsum(-1)
@@ -260,7 +265,7 @@ def ctpo(
     surrogate = torch.minimum(ratio * advantages, torch.minimum(torch.maximum(ratio, least), most) * advantages)
     if dual_clip is not None:
         bound = (dual_clip * growth).exp() * advantages
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, bound), surrogate)
+        surrogate = torch.where((advantages < 0) & (surrogate < bound), bound, surrogate)
     return LossTerms(-surrogate, (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0))
 
 

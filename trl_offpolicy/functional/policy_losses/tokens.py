@@ -47,7 +47,8 @@ def ppo_clip(
     capped = ratio if delta is None else ratio.clamp(max=delta)
     surrogate = torch.minimum(capped * advantages, clipped * advantages)
     if dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+        bound = dual_clip * advantages  # on the bound itself the token keeps its gradient, as on the other bounds
+        surrogate = torch.where((advantages < 0) & (surrogate < bound), bound, surrogate)
     clipped_low = (ratio < 1 - low) & (advantages < 0)
     clipped_high = (ratio > 1 + high) & (advantages > 0)
     return LossTerms(-surrogate, clipped_low, clipped_high)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import any_true
-from trl_offpolicy.functional._shapes import check_broadcast, check_rows, check_tokens, check_tokens_or_rows
-from trl_offpolicy.functional.groups import group_members
+from trl_offpolicy.functional._shapes import check_broadcast, check_mask, check_rows, check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional.groups import group_members, member_sums
 from trl_offpolicy.functional.kl import kl_estimate, reverse_k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.masks import divergence as divergence_of
@@ -84,6 +84,7 @@ def p3o(log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor) -> 
     is one number for all ranks, and the KL's exponential is clamped to +-10 nats. Here it is that of this call on this
     rank, as for the other losses that take a statistic of the current policy.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios, logps=logps)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     ratio = ratio_of(log_ratios.detach())
@@ -113,6 +114,7 @@ def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float)
     Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161). The authors' code caps those ratios instead of taking the
     tokens out, and never tighter than 0.7 and 1.5.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_tokens_or_rows(mask.shape, advantages=advantages)
     here = log_ratios.detach()
@@ -129,14 +131,15 @@ def group_ratio_variance(log_ratios: Tensor, mask: Tensor, group_ids: Tensor) ->
 
     where r = pi / pi_old and E is the mean over those tokens.
     """
+    check_mask(mask=mask)
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_rows(len(mask), group_ids=group_ids)
     ratios = torch.where(mask, ratio_of(log_ratios.detach()), 0.0).double()
-    member = group_members(group_ids, any_true(mask), across_ranks=False).double()
-    count = (member @ mask.sum(-1, keepdim=True).double()).clamp(min=1)
-    mean = member @ ratios.sum(-1, keepdim=True) / count
-    square = member @ ratios.square().sum(-1, keepdim=True) / count
-    return (square - mean.square()).clamp(min=0.0).to(log_ratios.dtype)
+    member = group_members(group_ids, any_true(mask), across_ranks=False)
+    count = member_sums(mask.sum(-1).double(), member).clamp(min=1)
+    mean = member_sums(ratios.sum(-1), member) / count
+    square = member_sums(ratios.square().sum(-1), member) / count
+    return (square - mean.square()).clamp(min=0.0).to(log_ratios.dtype).unsqueeze(-1)
 
 
 def r2vpo(
