@@ -15,7 +15,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.endings import ENDS, other_ends
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench
-from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
+from trl_offpolicy.diagnosis.rescoring.renderings import _escaped, other_renderings
 from trl_offpolicy.diagnosis.rescoring.rescore import Rescored, attribute_rescored, merged, rescore
 from trl_offpolicy.diagnosis.rescoring.weights import Snapshot, holding, other_weights, precisions, weights_at_hand
 from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
@@ -184,9 +184,11 @@ def test_prompts_are_read_back_and_rendered_in_other_ways() -> None:
     ids = [tokenizer(text)["input_ids"] for text in texts]
     found = other_renderings(tokenizer, texts, ids)
     ways = {"no generation prompt", "no system prompt", "empty system prompt", "no chat template"}
-    ways |= {"system prompt in the user's turn"}
+    ways |= {"system prompt in the user's turn", "the chat template twice"}
     assert ways < set(found) and all("thoughts" in name for name in set(found) - ways)
     assert found["no generation prompt"][1] == ids[1][:-1] and found["no chat template"][0] == [10]
+    assert found["the chat template twice"][0] == tokenizer(f"<user> {texts[0]} <assistant>")["input_ids"]
+    assert _escaped({"role": "user", "content": 'is a < "b"?'})["content"] == "is a &lt; &quot;b&quot;?"
     assert found["no system prompt"][0] == tokenizer("<user> w7 <assistant>")["input_ids"]
     plain = ["<user> w7 <assistant> "]
     assert "no system prompt" not in other_renderings(tokenizer, plain, [tokenizer(plain[0])["input_ids"]])
