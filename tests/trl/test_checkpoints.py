@@ -140,6 +140,7 @@ def failing(weight: float, folder: Any, saved: list[Any]) -> Any:
     torch.nn.init.constant_(model.weight, weight)
     return SimpleNamespace(
         model=model, state=SimpleNamespace(global_step=3), args=SimpleNamespace(output_dir=str(folder)),
+        accelerator=SimpleNamespace(device="cpu"),
         _save_checkpoint=lambda model, trial: saved.append(model),
     )  # fmt: skip
 

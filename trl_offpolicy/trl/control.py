@@ -126,9 +126,8 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
     def resync() -> None:
         trainer._last_loaded_step = -1  # TRL syncs if this is not the current step
         if isinstance(trainer.vllm_generation, TRLEngine):
-            trainer.vllm_generation.confirm(
-                False
-            )  # what the engine has is in doubt, so all weights are sent from now on
+            # What the engine has is in doubt, so all weights are sent from now on.
+            trainer.vllm_generation.confirm(False)
 
     base = trainer.objective.correction
     missing = lacking(

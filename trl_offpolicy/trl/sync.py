@@ -93,7 +93,7 @@ def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
         if not trainer.model.training or trainer.state.global_step == 0:
             raise
         step, folder = trainer.state.global_step, trainer.args.output_dir
-        if all_finite(trainer.model):
+        if all_finite(trainer.model, trainer.accelerator.device):
             trainer._save_checkpoint(trainer.model, trial=None)
             said = f"The state after step {step} is saved in {folder}; go on with {RESUME}."
         else:

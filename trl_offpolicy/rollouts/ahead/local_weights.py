@@ -38,11 +38,21 @@ def copied(model: Any) -> Weights:
 
 
 @torch.no_grad()
-def all_finite(model: Any) -> bool:
-    """Whether each trainable weight is finite on every rank. All ranks call it; waits for the device."""
-    parts = [_part(name, value) for name, value in trainable(model).items()]
+def all_finite(model: Any, device: torch.device | str) -> bool:
+    """Whether each trainable weight is finite on every rank, as far as these are at hand (:func:`copied`).
+
+    All ranks call it; it waits for the device.
+
+    Args:
+        model: the model.
+        device: of the collective; shards may be elsewhere.
+    """
+    try:
+        parts = [_part(name, value) for name, value in trainable(model).items()]
+    except NotImplementedError:  # on a disk, or held twice
+        return True
     broken = sum(int(not part.isfinite().all()) for part in parts)
-    return not sum_ranks(torch.tensor(float(broken), device=parts[0].device if parts else None))
+    return not sum_ranks(torch.tensor(float(broken), device=device))
 
 
 def frozen_copy(model: Any) -> Any:
