@@ -16,6 +16,7 @@ from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
 from trl_offpolicy.control import read_actions
+from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.rollouts.ahead import old_policy
 from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
@@ -413,3 +414,21 @@ def test_with_copies_of_the_weights_a_wide_scope_clips_around_the_old_policy_as_
         assert (one["clip_ratio/region_mean"] > 0) == (step > 0)  # one step off: pi has left pi_old
         for name in ("loss", "grad_norm", "clip_ratio/region_mean", "offpolicy/staleness/kl_k3"):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (step, name)
+
+
+class Breaks(TrainerCallback):
+    """Makes a weight NaN after the checkpoint of step 2."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                next(iter(model.parameters())).fill_(float("nan"))
+
+
+def test_a_run_whose_weights_break_keeps_its_last_good_checkpoint(run: Any, tmp_path: Path) -> None:
+    """With one checkpoint kept, one of the broken weights would have taken its place."""
+    kept = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "output_dir": str(tmp_path)}
+    said = r"weights after step 3 are not finite, and are not saved. Go on from checkpoint-2"
+    with pytest.raises(EngineError, match=said):
+        run(async_rollouts=None, callback=Breaks(), **kept)
+    assert [one.name for one in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
