@@ -198,7 +198,7 @@ def test_weights_that_vllm_changes_are_processed_at_each_sync(
     assert changes_after_loading(llm) is reloads
     for _ in range(3):
         engine.sync_weights()
-        engine._confirm(True)  # also after a proof everything is sent
+        engine.confirm(True)  # also after a proof everything is sent
     assert llm.log.count("load") == (0 if reloads else 3 * len(dict(engine.model.named_parameters())))
     assert [part for part, _ in seen] == [False] * (3 if reloads else 0)
     for _, named in seen:
