@@ -33,7 +33,7 @@ from trl_offpolicy.rollouts.ahead.checks import (
 )
 from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
-from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy, Score
+from trl_offpolicy.rollouts.ahead.old_policy import NO_AVERAGE, OldPolicy, Score
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
@@ -265,7 +265,7 @@ class ModuleAhead:
         if state:
             self._old.average.load_state_dict(state)
         else:
-            rank_zero_warn("async_rollouts.old_logps 'ewma': the checkpoint has no average, which starts anew here.")
+            rank_zero_warn(NO_AVERAGE)
 
 
 class _Due(WrappedEngine):

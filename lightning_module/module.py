@@ -49,7 +49,7 @@ from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.coefficients import ShapingControl, adapts, next_kl
-from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_ADVANTAGES, NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
@@ -492,12 +492,7 @@ class OffPolicyGRPOModule(LightningModule):
         kl, shaping = self.objective.kl, ShapingControl(self.objective.shaping)
         together = adapts(kl) or self.entropy.adapts or shaping.moves
         step = self.measuring.end_step(sum_ranks if together else None)
-        if step.nonfinite > 0:
-            raise ValueError(NONFINITE_CURRENT)
-        if step.no_advantage > 0:
-            raise ValueError(NONFINITE_ADVANTAGES)
-        if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
-            raise ValueError(NO_SAMPLING)
+        self.objective.check_step(step)
         if kl is not None and adapts(kl):
             self.objective = replace(self.objective, kl=next_kl(kl, step, world_size=self.trainer.world_size))
         if shaping.moves:

@@ -371,27 +371,31 @@ def _poison(monkeypatch: pytest.MonkeyPatch, *, trainable: bool) -> None:
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", poisoned)
 
 
+def _stops_before_the_step(
+    trainer: OffPolicyGRPOTrainer, message: str, monkeypatch: pytest.MonkeyPatch, *, counted_only: bool
+) -> None:
+    """On an accelerator the objective only counts; the trainer raises before the optimizer steps."""
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    if counted_only:
+        monkeypatch.setattr(objectives, "_check_current", lambda batch: None)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("counted_only", [False, True], ids=["cpu", "accelerator"])
 def test_nan_of_the_model_stops_the_run(
     build: Callable[..., OffPolicyGRPOTrainer], monkeypatch: pytest.MonkeyPatch, counted_only: bool
 ) -> None:
-    """On an accelerator the objective only counts; the trainer raises before the optimizer steps."""
-    trainer = build(max_steps=1)
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
     _poison(monkeypatch, trainable=True)
-    if counted_only:
-        monkeypatch.setattr(objectives, "_check_current", lambda batch: None)
-    with pytest.raises(ValueError, match=r"per_token_logps must be finite on trainable tokens.*the model itself"):
-        trainer.train()
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    said = r"per_token_logps must be finite on trainable tokens.*the model itself"
+    _stops_before_the_step(build(max_steps=1), said, monkeypatch, counted_only=counted_only)
 
 
 @pytest.mark.parametrize("counted_only", [False, True], ids=["cpu", "accelerator"])
 def test_nan_of_an_advantage_stops_the_run(
     build: Callable[..., OffPolicyGRPOTrainer], monkeypatch: pytest.MonkeyPatch, counted_only: bool
 ) -> None:
-    trainer = build(max_steps=1)
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
     original = OffPolicyGRPOTrainer._generate_and_score_completions
 
     def poisoned(self: OffPolicyGRPOTrainer, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -399,11 +403,8 @@ def test_nan_of_an_advantage_stops_the_run(
         return output | {"advantages": torch.full_like(output["advantages"], math.nan)}
 
     monkeypatch.setattr(OffPolicyGRPOTrainer, "_generate_and_score_completions", poisoned)
-    if counted_only:
-        monkeypatch.setattr(objectives, "_check_current", lambda batch: None)
-    with pytest.raises(ValueError, match=r"^advantages must be finite on trainable tokens"):
-        trainer.train()
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    said = r"^advantages must be finite on trainable tokens"
+    _stops_before_the_step(build(max_steps=1), said, monkeypatch, counted_only=counted_only)
 
 
 def test_nan_on_padding_is_harmless(

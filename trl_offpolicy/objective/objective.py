@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from trl_offpolicy.types import (
     Reduction,
     Scope,
 )
+
+if TYPE_CHECKING:
+    from trl_offpolicy.objective.coefficients import StepSums
 
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
@@ -232,6 +235,20 @@ class Objective:
                     f"correction.weight must not hold {weight.ratio!r} in {self.mode} mode with {name}, whose own "
                     f"ratio is {held!r}: it would be counted twice. Use losses.GPG(), or leave the weight out."
                 )
+
+    def check_step(self, step: StepSums) -> None:
+        """Raise unless what an optimizer step measured can be learned from; both trainers call it once per step.
+
+        Raises:
+            ValueError: log-probs or advantages of trainable tokens are not finite, or the step lacks the engine's
+                log-probs that the objective reads.
+        """
+        if step.nonfinite > 0:
+            raise ValueError(NONFINITE_CURRENT)
+        if step.no_advantage > 0:
+            raise ValueError(NONFINITE_ADVANTAGES)
+        if self.needs_sampling and step.tokens > 0 and step.sampled == 0:
+            raise ValueError(NO_SAMPLING)
 
     @property
     def needs_sampling(self) -> bool:

@@ -20,7 +20,7 @@ from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
-from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
+from trl_offpolicy.rollouts.ahead.old_policy import NO_AVERAGE, OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
@@ -196,7 +196,7 @@ class TrainerAhead:
         if self._old.average is None:
             return
         if not (folder / AVERAGE_FILE).exists():
-            logger.warning("async_rollouts.old_logps 'ewma': the checkpoint has no average, which starts anew here.")
+            logger.warning(NO_AVERAGE)
             return
         with safe_open(folder / AVERAGE_FILE, framework="pt") as file:
             average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping

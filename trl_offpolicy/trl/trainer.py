@@ -39,7 +39,7 @@ from trl_offpolicy.objective.coefficients import (
     next_kl,
     save_state,
 )
-from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_ADVANTAGES, NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches, kept
@@ -431,12 +431,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Stop on NaN and move the coefficients; this is the only wait for the device per optimizer step."""
         together = adapts(self._kl) or self.use_adaptive_entropy or self._shaping.moves
         step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
-        if step.nonfinite > 0:
-            raise ValueError(NONFINITE_CURRENT)
-        if step.no_advantage > 0:
-            raise ValueError(NONFINITE_ADVANTAGES)
-        if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
-            raise ValueError(NO_SAMPLING)
+        self.objective.check_step(step)
         if self._kl is not None and adapts(self._kl):
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
         self._shaping.end_step(step)

@@ -371,6 +371,15 @@ def test_a_token_that_was_written_over_the_last_ones(model: Any, side: str) -> N
     assert (found.cause, found.detail) == ("misalignment", "log-prob of token 1 in place of the batch's"), found
 
 
+def test_packed_rows_whose_positions_begin_again(model: Any) -> None:
+    """The first row has none before it and stays as it is; all others attend the one before them."""
+    packed = layouts.score_packed(model, PROMPTS, IDS, range(len(IDS)), width=LENGTH, head=Head())
+    plain = scored(model)
+    assert np.allclose(packed[0], plain[0], atol=1e-5) and np.abs(packed[1:] - plain[1:]).max(1).min() > 1e-3
+    found = answer(model, plain, packed)
+    assert found.cause == "padding" and "positions begin again" in found.detail, found
+
+
 def test_biases_need_ten_places_each(model: Any) -> None:
     logits = logits_of(model, PROMPTS, IDS, range(2), Head())
     target = logits.plain.numpy() + np.random.default_rng(0).normal(0, 2, len(logits.ids))

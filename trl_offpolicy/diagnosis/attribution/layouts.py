@@ -75,9 +75,13 @@ def score_in_layout(
             if layout.between
             else logits[first - 1 : -1]
         )
-        logps = (head or Head()).logps(told.cpu())
-        out[row, : len(completion)] = logps.gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+        out[row, : len(completion)] = _chosen(head or Head(), told, completion)
     return out
+
+
+def _chosen(head: Head, logits: Tensor, completion: Sequence[int]) -> Floats:
+    """(T,) log-probs of the tokens of a completion under the logits (T, V) that predict them."""
+    return head.logps(logits.cpu()).gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
 
 
 @torch.no_grad()
@@ -102,8 +106,7 @@ def score_packed(
             position_ids=places[None].to(device),
             use_cache=False,
         ).logits[0, len(before) + len(prompt_ids[row]) - 1 : -1]
-        chosen = torch.tensor(completion_ids[row])[:, None]
-        logps = head.logps(logits.cpu()).gather(1, chosen)[:, 0].double().numpy()[:width]
+        logps = _chosen(head, logits, completion_ids[row])[:width]
         out[row, : len(logps)] = logps
     return out
 

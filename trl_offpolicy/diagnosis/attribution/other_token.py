@@ -8,13 +8,14 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
 from trl_offpolicy.diagnosis.attribution.heads import Logits
+from trl_offpolicy.diagnosis.attribution.search import FAR
 
 BY_CHANCE = 1e-3
 """Tokens of the vocabulary that would fit all places by chance, at most: any two places have one that does."""
 MATCHING = 0.9
 """Share of them whose log-prob must be that of the one other token."""
-FAR, NEAR = 20.0, 4.0
-"""Times the noise from which a token differs, and up to which it has the other token's log-prob."""
+NEAR = 4.0
+"""Times the noise up to which a token has the other token's log-prob."""
 LEAST_NOISE = 1e-4
 """Nats that are taken as noise at least."""
 

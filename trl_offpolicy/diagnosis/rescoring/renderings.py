@@ -28,12 +28,13 @@ def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str
     found: dict[str, Ids] = other_ends(tokenizer, ids)
     if any(chat is None for chat in chats):
         return found
-    for name, others in _others([chat for chat in chats if chat is not None]).items():
+    twice = [[{"role": "user", "content": text}] for text in texts]
+    ways = {**_others([chat for chat in chats if chat is not None]), TWICE: twice}
+    for name, others in ways.items():
         try:
             found[name] = [_ids(tokenizer, chat, generation=name != NO_GENERATION) for chat in others]
         except Exception:  # templates are programs, and refuse what their author did not foresee
             continue
-    found[TWICE] = [_ids(tokenizer, [{"role": "user", "content": text}], generation=True) for text in texts]
     found[NO_TEMPLATE] = [list(tokenizer(chat[-1]["content"])["input_ids"]) for chat in chats if chat is not None]
     return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
 

@@ -176,6 +176,10 @@ class Snapshots:
         return found
 
 
+NO_AVERAGE = "async_rollouts.old_logps 'ewma': the checkpoint has no average, which starts anew here."
+"""The warning of both trainers at such a resume."""
+
+
 class WeightAverage:
     """Moving average of the trainable weights on the CPU: PPO-EWMA's proximal policy.
 
