@@ -195,13 +195,17 @@ def test_a_cut_response_has_a_version_for_each_token(run: Any) -> None:
 
 
 def test_snapshots_of_an_adapter_give_the_old_policy(run: Any) -> None:
+    """Rounding (the engine's adapter is merged, the trainer's is not) stays a thousandth of what an update changes."""
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
-    rate = {"optimizer": partial(torch.optim.SGD, lr=2.0)}
-    seen = run({"lag": 1, "old_logps": "snapshot"}, adapter=lora, **rate)
+    rate = {"optimizer": partial(torch.optim.SGD, lr=0.5)}
+    first, *others = run({"lag": 1, "old_logps": "snapshot"}, adapter=lora, **rate).logs
 
-    for step, row in enumerate(seen.logs):
-        assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
-        assert (row["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
+    assert first["offpolicy/staleness/logp_diff_max"] == 0.0
+    assert first["offpolicy/mismatch/logp_diff_max"] < 2e-5
+    for row in others:
+        of_an_update = row["offpolicy/staleness/logp_diff_max"]
+        assert of_an_update > 0.1  # what the trainer's newest weights would show as a mismatch
+        assert row["offpolicy/mismatch/logp_diff_max"] < 1e-3 * of_an_update
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}])
