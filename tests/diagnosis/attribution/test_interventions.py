@@ -320,6 +320,9 @@ def test_positions_that_do_not_go_on_are_padding(model: Any, layout: Layout) -> 
         (lambda x: x.round(2), "log-probs rounded to 2 decimals"),
         (lambda x: x[:, ::-1].copy(), "reverse order"),
         (lambda x: -x, "negative log-probs"),
+        (lambda x: x / np.log(2), "log-probs in base 2"),
+        (lambda x: x / 0.7, "log-probs times 1.43"),  # divided by a temperature, not the log-probs under it
+        (lambda x: x / 2, "log-probs times 0.5"),
     ],
 )
 def test_log_probs_that_were_written_down_wrongly_are_named(model: Any, change: Any, detail: str) -> None:

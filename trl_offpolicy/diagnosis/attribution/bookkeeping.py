@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread
 from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, disagreeing_rows, fitting_rows
+from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, UNITS, disagreeing_rows, fitting_rows
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.engines.hf import TokenScores
@@ -22,6 +22,10 @@ LEAST_OVERLAP = 5
 SWAPPED = 0.5
 """Share of the disagreeing rows that must be those of another row, so that the others are too."""
 DECIMALS = (1, 2, 3, 4)
+FACTOR_LEAVES = 1e-3
+"""Share of the distance in place, and of the numbers' spread, that a factor may leave: where it is the fault, rounding."""
+UNIT_FITS = 4.0
+"""Times what the best factor leaves that a unit's may leave and still be the one."""
 CAUSE = "misalignment"
 
 
@@ -59,8 +63,12 @@ def bookkeeping(books: Books) -> Iterator[Intervention]:
         """The same in the rows that disagree."""
         return so(detail, np.where(rows, logps, plain))
 
+    factor = _other_factor(np.where(books.evidence.observed, books.target, np.nan), plain)
     for name, change in REWRITTEN.items():
-        yield so(name, change(plain))
+        if factor is None or name not in UNITS:
+            yield so(name, change(plain))
+    if factor is not None:
+        yield so(f"log-probs times {factor:.3g}", factor * plain)
     yield so("the entropy in place of the log-prob", -books.plain.entropies)
     yield so("log-prob of the most likely token", books.plain.top_logps)
     for step in range(1, MOST_MOVED + 1):
@@ -116,6 +124,27 @@ def _limits(books: Books, so: Callable[[str, Floats], Intervention]) -> Iterator
         if np.allclose(values, np.round(values, digits), atol=1e-6 * max(1.0, -lowest), rtol=0):
             yield so(f"log-probs rounded to {digits} decimals", np.round(plain, digits))
             return
+
+
+def _other_factor(target: Floats, plain: Floats) -> float | None:
+    """The number c with target = c plain, as of log-probs divided by a temperature; None = there is none, or a unit's is.
+
+    Example:
+        >>> logps = np.array([[-1.0, -0.3, -2.0]])
+        >>> _other_factor(logps / 0.7, logps), _other_factor(logps / np.log(2), logps), _other_factor(logps - 1, logps)
+        (1.4285714285714286, None, None)
+    """
+    both = np.isfinite(target) & np.isfinite(plain)
+    target, plain = target[both], plain[both]
+    square = float(np.dot(plain, plain))
+    if not square:
+        return None
+    factor = float(np.dot(target, plain)) / square
+    left, rounding = distance(target - factor * plain), 1e-12 * spread(target)
+    if left > FACTOR_LEAVES * min(distance(target - plain), spread(target)) + rounding:
+        return None
+    others = (plain, *(change(plain) for change in UNITS.values()))
+    return None if any(distance(target - other) <= UNIT_FITS * left + rounding for other in others) else factor
 
 
 def _swapped(books: Books) -> Floats | None:

@@ -514,15 +514,18 @@ def _running_means(b: Array) -> Array:
     return _running(b) / np.arange(1, b.shape[1] + 1)
 
 
+UNITS: Mapping[str, Callable[[Array], Array]] = {
+    "log-probs in base 2": lambda b: b / np.log(2),
+    "log-probs in base 10": lambda b: b / np.log(10),
+    "negative log-probs": np.negative,
+}
 REWRITTEN: Mapping[str, Callable[[Array], Array]] = {
     "running sums over the tokens": _running,
     "running means over the tokens": _running_means,
     "the mean of the response at every token": _means,
     "the sum of the response at every token": lambda b: _means(b) * np.isfinite(b).sum(1, keepdims=True),
     "probabilities in place of log-probs": np.exp,
-    "log-probs in base 2": lambda b: b / np.log(2),
-    "log-probs in base 10": lambda b: b / np.log(10),
-    "negative log-probs": np.negative,
+    **UNITS,
 }
 """Functions of log-probs (B, T) that were taken for log-probs."""
 
