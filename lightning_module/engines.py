@@ -26,6 +26,7 @@ from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import check_spelling
+from trl_offpolicy.engines.weights.lora import adapted_modules
 from trl_offpolicy.parts import imported
 from trl_offpolicy.rollouts.compressed_forward import SIMULATED, SimulatedSampler, parse_simulated
 
@@ -254,6 +255,10 @@ def build_engine(
     return _colocated(given, policy(), rows=rows, exact=wants_exact(spec), autocast=autocast)
 
 
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What a forward computes in under autocast, by Lightning's precision."""
+
+
 def computing_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """The type that a trainer on a GPU computes in under autocast; None = its weights' own, or it is on a CPU.
 
@@ -264,8 +269,7 @@ def computing_dtype(precision: str, device: torch.device) -> torch.dtype | None:
         precision: Lightning's.
         device: the trainer's.
     """
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    return mixed.get(precision) if device.type == "cuda" else None
+    return AUTOCAST.get(precision) if device.type == "cuda" else None
 
 
 def _colocated(
@@ -274,6 +278,8 @@ def _colocated(
     """A vLLM engine in this process, in the policy's dtype or ``autocast`` unless ``options`` say another."""
     dtype = str(autocast or next(policy.parameters()).dtype).removeprefix("torch.")
     arguments = {"dtype": dtype, **options}
+    if arguments.get("adapter_rank"):
+        arguments.setdefault("adapter_modules", adapted_modules(policy))
     if not exact:
         return ColocateEngine(**arguments)
     merged = hasattr(policy, "peft_config") and not options.get("adapter_rank")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
 from lightning_module.engines import (
+    AUTOCAST,
     build_engine,
     check_one_each,
     computing_dtype,
@@ -297,6 +298,7 @@ class Generation:
             probe_of(texts),
             score,
             without_adapter=partial(models.without_adapter, policy) if models.is_adapted(policy) else None,
+            autocast=AUTOCAST.get(str(module.trainer.precision)),
         )
 
     # ------------------------------------------------------------------------------------------------------- sampling

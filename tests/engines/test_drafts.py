@@ -36,7 +36,7 @@ def test_prometheus_text_is_added_up_over_engines() -> None:
 
 
 def test_the_share_is_that_since_the_last_reading() -> None:
-    counts = iter([Drafted(10, 5), Drafted(30, 10), Drafted(30, 10), Drafted(8, 6)])
+    counts = iter([Drafted(900, 1), Drafted(910, 6), Drafted(930, 11), Drafted(930, 11), Drafted(8, 6)])
     engine = SimpleNamespace(drafts=Drafts(lambda: next(counts)))
 
     def found() -> dict[str, float]:
@@ -60,7 +60,9 @@ def test_only_an_engine_that_speculates_is_asked() -> None:
     assert drafts_of_server(None, {"speculative_config": None}) is None
     client: Any = SimpleNamespace(get=lambda path: METRICS if path == "/metrics" else "")
     drafts = drafts_of_server(client, SPECULATES)
-    assert drafts is not None and drafts.since_last() == Drafted(262.0, 30.0)
+    assert drafts is not None and drafts.since_last() == Drafted(0, 0)  # what it counted for a run before
+    client.get = lambda path: METRICS.replace("112.0", "122.0").replace("} 30.0", "} 34.0")
+    assert drafts.since_last() == Drafted(10.0, 4.0)
     client.get = refuse
     assert drafts.since_last() == Drafted(0, 0)
     named = "vllm:spec_decode_num_{}_tokens"

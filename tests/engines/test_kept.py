@@ -276,3 +276,14 @@ def test_on_a_gpu_auto_takes_the_path_that_brings_the_masks(
         **options,
     )
     assert taken == ["ours" if ours else "TRL's"]
+
+
+def test_generation_kwargs_win_over_the_fields_of_their_name_with_a_server_too() -> None:
+    engine = SimpleNamespace(
+        repetition_penalty=1.0, generation_kwargs={"top_k": 5, "min_p": 0.1, "stop": ["x"]}, max_completion_length=8,
+        temperature=0.7, top_p=0.9, top_k=0, min_p=None, structured_outputs_regex=None,
+    )  # fmt: skip
+    asked = TRLEngine._sampling(engine)  # type: ignore[arg-type]
+    assert (asked.top_k, asked.min_p, asked.top_p, asked.max_tokens) == (5, 0.1, 0.9, 8)
+    assert asked.extra == {"repetition_penalty": 1.0, "stop": ["x"]}
+    assert engine.generation_kwargs["top_k"] == 5

@@ -323,3 +323,67 @@ def test_a_drift_of_another_ranks_engine_stops_or_warns_this_one(exact, monkeypa
     else:
         world.run(precision)
         assert "20% of what the trainer moves is missing" in caplog.text
+
+
+# ------------------------------------------------------------------------------------ a trainer coarser than its engine
+
+
+def coarse_runs(coarse, step, noise):
+    """The number of runs of 20 that a check stops although the engine, exact, has each version's weights."""
+    stopped = 0
+    for seed in range(20):
+        check = SyncCheck(coarse_trainer=coarse)
+        try:
+            for version, weights in enumerate(walk(12, step, seed)):
+                trainer = noisy(weights, noise, 100 * seed + version)
+                check.observe(version, engine=[weights.tolist()], trainer=[trainer])
+        except SyncError as error:
+            assert "did not move" in str(error)
+            stopped += 1
+    return stopped
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-5, 1e-3, 1.0])
+def test_rounding_of_the_trainer_alone_is_no_stale_engine(step):
+    assert coarse_runs(True, step, 0.004) == 0
+
+
+def test_an_engine_that_stays_is_stale_beside_a_coarse_trainer_too_once_that_moved():
+    assert coarse_runs(False, 1e-5, 0.004) == 20  # what the rule is for
+    check, trainer = SyncCheck(coarse_trainer=True), walk(3, 0.05)
+    for version in range(2):
+        check.observe(version, engine=[trainer[version].tolist()], trainer=[noisy(trainer[version], 0.004, version)])
+    with pytest.raises(SyncError, match="Stale weights"):
+        check.observe(2, engine=[trainer[1].tolist()], trainer=[noisy(trainer[2], 0.004, 2)])
+
+
+@pytest.mark.parametrize(("autocast", "coarse"), [(torch.bfloat16, True), (None, False)])
+def test_the_check_knows_the_trainers_autocast(autocast, coarse):
+    def send(version):
+        return SyncReport(version=version, kind="memory", bytes=0, seconds=0.0)
+
+    sync = WeightSync([[1, 2]], lambda ids: [[-1.0]], autocast=autocast)
+    sync(0, send=send, answer=lambda ids: [[-1.0]], precision=Precision(torch.float32))
+    assert sync._check.coarse_trainer is coarse
+
+
+def test_a_second_run_counts_its_versions_from_zero_again():
+    check, trainer = SyncCheck(), walk(24, 0.1)
+    for at, version in enumerate([*range(12), *range(12)]):
+        check.observe(version, engine=[noisy(trainer[at], 1e-4, at)], trainer=[trainer[at].tolist()])
+    assert list(check._trainer) == list(range(4, 12))
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "warned"), [("adapter", torch.bfloat16, 1), ("memory", torch.bfloat16, 0), ("adapter", None, 0)]
+)
+def test_an_adapter_upon_another_base_is_told_once(kind, held, warned, caplog):
+    """The first proof has no floor to compare with, and accepts much. An adapter starts as zero: it shows the base."""
+
+    def send(version):
+        return SyncReport(version=version, kind=kind, bytes=0, seconds=0.0)
+
+    sync = WeightSync([[1, 2]], lambda ids: [[-1.0]])
+    for version in range(3):
+        sync(version, send=send, answer=lambda ids: [[-1.6]], precision=Precision(held))
+    assert [record.message.count("Its base weights may be other ones") for record in caplog.records] == [1] * warned

@@ -25,7 +25,7 @@ from trl_offpolicy.engines.screen import quiet_start
 from trl_offpolicy.engines.server.answers import require_room
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.changed import ChangedWeights
-from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.lora import LORA_MODULES, AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.shapes import with_place
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.engines.worker import names_of
@@ -39,6 +39,7 @@ class ColocateEngine:
         model: folder or Hub name of the weights that the trainer starts from.
         dtype: the trainer's dtype, e.g. "float32"; vLLM's "auto" would load float32 weights as bfloat16.
         adapter_rank: adapters up to this rank are synced alone; 0 = they are merged into the weights.
+        adapter_modules: last names of the modules that they may be on; vLLM drops what an adapter has on others.
         weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; adapters are then merged.
         norm_noise: noise that rollouts of a training are sampled with, see
             :func:`~trl_offpolicy.engines.norm_noise.parse_noise`.
@@ -65,6 +66,7 @@ class ColocateEngine:
         *,
         dtype: str,
         adapter_rank: int = 0,
+        adapter_modules: Sequence[str] = LORA_MODULES,
         weight_rounding: Any = None,
         norm_noise: Any = None,
         return_routing: bool = False,
@@ -81,7 +83,8 @@ class ColocateEngine:
         self._source: WeightSource | None = None
         self._changed = ChangedWeights()
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
-        lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
+        self._merged = False
+        lora = lora_arguments(adapter_rank, adapter_modules) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
         whole = with_counters({"model": model, **own, **lora, **beside_policy(arguments), **routing, **arguments})
         external = whole.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
@@ -177,7 +180,9 @@ class ColocateEngine:
         start = time.monotonic()
         if self.noise is not None:
             self.noise.off()
-        adapter, whole = self._source.adapter() if self.adapters is not None else None, True
+        # On top of weights into which it was merged, an adapter would be applied twice.
+        alone = self.adapters is not None and not self._merged
+        adapter, whole = self._source.adapter() if alone else None, True
         if adapter is not None and self.adapters is not None:
             size = self.adapters.load(adapter, version)
         else:
@@ -186,6 +191,7 @@ class ColocateEngine:
             selected = self._changed.select(weights)
             whole = not self._changed.sent_part
             size = reload_in_process(self.llm, selected, part=not whole)
+            self._merged = True
             if self.adapters is not None:
                 self.adapters.request = None
         self.version = version

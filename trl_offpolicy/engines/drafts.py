@@ -37,10 +37,11 @@ class Drafts:
     """
 
     def __init__(self, read: Callable[[], Drafted | None]) -> None:
-        self._read, self._last = read, Drafted(0, 0)
+        self._read = read
+        self._last = read() or Drafted(0, 0)  # a server may have counted for other runs
 
     def since_last(self) -> Drafted:
-        """Both counts since the last call. After a restart of the engine they begin anew."""
+        """Both counts since the last call, the first time since this was made. A restarted engine begins anew."""
         now = self._read()
         if now is None:
             return Drafted(0, 0)

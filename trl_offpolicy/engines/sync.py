@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import NamedTuple, Protocol
 
+import torch
+
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync_trend import Drift, SyncTrend
-from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch, holds_all
+from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch, holds_all, is_coarser, torch_dtype
 from trl_offpolicy.functional.collective import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes", "sync_changed_fraction", "sync_visible_fraction")
 """``rollout/*`` keys that a trainer logs at every sync: :meth:`~trl_offpolicy.engines.engine.SyncReport.metrics`."""
 PROBE_ROWS, PROBE_TOKENS = 4, 48
+OTHER_BASE = 0.1
+"""Mean absolute difference of log-probs (nats) on the probe above which 16-bit arithmetic is no explanation."""
 
 Ids = Sequence[Sequence[int]]
 Scores = Sequence[Sequence[float]]
@@ -54,6 +58,7 @@ class WeightSync:
         score: the trainer's log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence. Called by all ranks.
         without_adapter: context in which the trainer's model has no adapter, to recognise an engine that lacks it;
             None = there is no adapter.
+        autocast: type that ``score`` computes in; None = that of the trainer's weights.
 
     Whoever sends the weights lets them pass ``watch``; otherwise nothing is known of them but the proof.
     """
@@ -64,13 +69,16 @@ class WeightSync:
         score: Callable[[Ids], Scores] | None = None,
         *,
         without_adapter: Callable[[], AbstractContextManager[object]] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if (probe is None) is not (score is None):
             raise ValueError("probe and score must be given together, but got one of them.")
         self._probe, self._score, self._without_adapter = probe, score, without_adapter
+        self._autocast = autocast
         self._check = SyncCheck()
         self.watch = SyncWatch()
         self._told = False  # that there is a drift
+        self._told_base = False
         self.gate: Gate | None = None
         """What may take an update back after its proof; None = every update stays."""
 
@@ -130,6 +138,7 @@ class WeightSync:
         passed = asdict(self.watch.end())
         if self._probe is None:
             return replace(report, **passed)
+        self._check.coarse_trainer = is_coarser(self._autocast or torch_dtype(passed["trainer_dtype"]), precision.dtype)
         try:
             proof = self._proved(version, self._probe, answer)
             if proof is not None and proof.drift is not None and any(gather_objects(not report.whole)):
@@ -141,11 +150,27 @@ class WeightSync:
             with raised_on_all_ranks():
                 report = send(version)
             proof = self._proved(version, self._probe, answer)
+        if proof is not None and report.kind == "adapter" and precision.dtype is not None:
+            self._compare_base(proof.agreement)
         if proof is not None and proof.drift is not None:
             certain = holds_all(precision, passed["trainer_dtype"], merged=self._without_adapter is not None)
             self._tell(version, proof.drift, certain=any(gather_objects(certain)))
         confirm(True)
         return replace(report, **passed, agreement=None if proof is None else proof.agreement)
+
+    def _compare_base(self, agreement: float) -> None:
+        """Warn once if an adapter that was sent alone may have come upon other base weights than the trainer's."""
+        distance = -math.log(max(agreement, 1e-30))
+        if distance <= OTHER_BASE or self._told_base:
+            return
+        self._told_base = True
+        logger.warning(
+            "Only the adapter was sent, and with it the engine's log-probs differ from the trainer's by %.2g nats a "
+            "token on the probe, which the arithmetic of an unquantised engine does not explain. Its base weights may "
+            "be other ones: those of the folder or Hub revision that it loaded, without an adapter that was merged "
+            "into the trainer's model since. Save the merged model, and name that folder for both.",
+            distance,
+        )
 
     def _tell(self, version: int, drift: Drift, *, certain: bool) -> None:
         """Raise or warn of a drift that stays when all weights are sent."""
@@ -250,6 +275,9 @@ class SyncCheck:
     """
 
     limits: SyncLimits = field(default_factory=SyncLimits)
+    coarse_trainer: bool = False
+    """The trainer computes in a coarser precision than the engine: rounding moves its log-probs after the smallest
+    step, and so a move that is not far above the floor does not show that the engine should have moved, too."""
     drift: Drift | None = field(default=None, init=False)
     """A difference that has grown over the syncs so far, where each sync alone was accepted; None = there is none."""
     _trend: SyncTrend = field(default_factory=SyncTrend)
@@ -280,8 +308,9 @@ class SyncCheck:
                 f"{distance:.2g} nats a token on the probe ({self._usual}). {cause}"
             )
         self._accepted.append(distance)
+        self._trainer.pop(version, None)
         self._trainer[version] = wanted
-        for old in sorted(self._trainer)[: -self.limits.history]:
+        for old in list(self._trainer)[: -self.limits.history]:  # by age: a second run counts from 0 again
             del self._trainer[old]
         self._engine = (version, answer)
         self.drift = self._trend.observe(engine=answer, trainer=wanted)
@@ -327,11 +356,11 @@ class SyncCheck:
         if self._engine is None or self._engine[0] == version:
             return None
         before, old_answer = self._engine
-        moved = _distance(wanted, self._trainer[before])
-        if moved > self.limits.least and _distance(answer, old_answer) < self.limits.unmoved * moved:
+        moved, floor = _distance(wanted, self._trainer[before]), self.floor or 0.0
+        least = max(self.limits.least, self.limits.factor * floor if self.coarse_trainer else 0.0)
+        if moved > least and _distance(answer, old_answer) < self.limits.unmoved * moved:
             return f"its answers did not move, the trainer's moved by {moved:.2g} nats since version {before}."
         # It moved, but to weights that the trainer had before the last sync.
-        floor = self.floor or 0.0
         nearest = min(self._trainer, key=lambda old: _distance(answer, self._trainer[old]))
         gap = _distance(answer, self._trainer[nearest])
         if distance > max(self.limits.factor * floor, self.limits.least) and gap < distance / 2:

@@ -209,6 +209,18 @@ def holds_all(precision: Precision, trainer_dtype: str | None, *, merged: bool) 
     return torch.promote_types(own, held) == held and (not merged or own in (torch.float32, torch.float64))
 
 
+def is_coarser(one: torch.dtype | None, other: torch.dtype | None) -> bool:
+    """Whether numbers in ``one`` are surely rounded more than in ``other``; None = not known.
+
+    Example:
+        >>> is_coarser(torch.bfloat16, torch.float32), is_coarser(torch.bfloat16, torch.bfloat16)
+        (True, False)
+    """
+    if one is None or other is None or not (one.is_floating_point and other.is_floating_point):
+        return False
+    return torch.finfo(one).eps > torch.finfo(other).eps
+
+
 def torch_dtype(name: object) -> torch.dtype | None:
     """A dtype from what vLLM calls it (``torch.bfloat16`` or its name); None for anything else.
 

@@ -204,7 +204,8 @@ def shapes_of(worker: Any) -> dict[str, Any]:
         ``shapes`` by the trainer's names (of stacked experts, that of one expert's matrix; None = not known), ``tied``
         as in :func:`weights_of`, ``experts``: their number in a layer (0 = none), ``head``: true if the model's
         configuration has an output head of its own, ``quantized``: true if weights are not kept as they are in the
-        trainer, so that the engine has weights under other names.
+        trainer, so that the engine has weights under other names, ``lora_modules``: the last names of the modules that
+        an adapter may touch (None = all).
     """
     model, config = worker.model_runner.model, worker.vllm_config
     size = int(config.parallel_config.tensor_parallel_size)
@@ -223,7 +224,20 @@ def shapes_of(worker: Any) -> dict[str, Any]:
         "experts": experts,
         "head": getattr(text_config, "tie_word_embeddings", None) is False,
         "quantized": config.model_config.quantization is not None,
+        "lora_modules": _lora_modules(model, getattr(config, "lora_config", None)),
     }
+
+
+def _lora_modules(model: Any, lora: Any) -> list[str] | None:
+    """The last names of the modules that vLLM wraps for adapters; of others it drops the adapter, and says nothing."""
+    targets = getattr(lora, "target_modules", None)
+    if targets is None:
+        return None
+    wrapped = set(targets)
+    for packed, parts in getattr(model, "packed_modules_mapping", {}).items():  # q_proj, k_proj and v_proj are one
+        if wrapped & {packed, *parts}:
+            wrapped |= {packed, *parts}
+    return sorted(wrapped)
 
 
 def _of_experts(module: Any, known: int) -> tuple[int, list[int] | None]:

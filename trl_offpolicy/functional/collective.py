@@ -39,6 +39,8 @@ def gather_rows(values: Tensor) -> Tensor:
     """
     if not is_distributed():
         return values
+    if values.dtype == torch.bool:  # as bytes: where inductor writes AVX-512, it takes gathered booleans for int64
+        return gather_rows(values.to(torch.uint8)) != 0
     parts = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, values.contiguous())
     return torch.cat(parts)

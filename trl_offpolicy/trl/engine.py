@@ -46,7 +46,7 @@ from trl_offpolicy.engines.sync import Gate, WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.changed import ChangedWeights
-from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.lora import AdapterFolder, adapted_modules, lora_arguments
 from trl_offpolicy.engines.weights.shapes import EMBEDDING, HEAD, with_place
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.functional.collective import scattered
@@ -241,7 +241,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             arguments |= routing_arguments()
         if self._uses_adapter:
             # of all its layers: an adapter whose rank_pattern gives some another rank is not sent alone
-            arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
+            rank = max(config.r for config in self.model.peft_config.values())
+            arguments |= lora_arguments(rank, adapted_modules(self.model))
         return arguments
 
     def _seed(self) -> dict[str, int]:
@@ -542,14 +543,16 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         extra = {"repetition_penalty": self.repetition_penalty, **(self.generation_kwargs or {})}
         if self.structured_outputs_regex is not None:
             extra["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        return Sampling(
-            max_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p or 0.0,
-            extra=extra,
-        )
+        named: dict[str, Any] = {
+            "max_tokens": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+        }
+        # As in TRL, generation_kwargs win over the fields of the same name.
+        named |= {name: extra.pop(name) for name in list(extra) if name in named}
+        return Sampling(**named, extra=extra)
 
 
 class TrainerWeights:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -63,6 +64,10 @@ class _RemovesWeights(TrainerCallback):  # type: ignore[misc]
             self._engine.server.close()
 
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What accelerate's forward computes in, by its ``mixed_precision``."""
+
+
 def _weight_sync(trainer: GRPOTrainer, engine: TRLEngine) -> WeightSync:
     if not engine.settings.check_sync:
         return WeightSync()
@@ -72,6 +77,7 @@ def _weight_sync(trainer: GRPOTrainer, engine: TRLEngine) -> WeightSync:
         probe_of(texts),
         partial(sequence_logps, trainer),
         without_adapter=getattr(model, "disable_adapter", None),
+        autocast=_AUTOCAST.get(str(trainer.accelerator.mixed_precision)),
     )
 
 

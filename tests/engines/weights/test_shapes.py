@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
 from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.weights.lora import LORA_MODULES, adapted_modules, lora_arguments
 from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter, with_place
 from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.engines.worker import _lora_modules
 from trl_offpolicy.trl.engine import TRLEngine
 
 
@@ -112,6 +115,35 @@ def test_an_adapter_of_another_model_is_told(shape: dict[str, int], said: str) -
     assert adapter is not None
     sent = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     assert said in str(why_not_adapter(sent, [held()]))
+
+
+@pytest.mark.parametrize(("wrapped", "refused"), [(None, False), (["q_proj", "up_proj"], False), (["q_proj"], True)])
+def test_an_adapter_that_the_engine_would_drop_in_part(wrapped: Any, refused: bool) -> None:
+    adapter = ModelWeights(
+        get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    ).adapter()
+    assert adapter is not None
+    sent = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    reason = why_not_adapter(sent, [held(lora_modules=wrapped)])
+    assert (reason is not None) is refused
+    assert not refused or "the adapter is on up_proj, and the engine would drop it there" in str(reason)
+
+
+def test_a_packed_module_is_wrapped_whole() -> None:
+    model = SimpleNamespace(packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj"], "gate_up_proj": ["up_proj"]})
+    found = _lora_modules(model, SimpleNamespace(target_modules=["q_proj", "o_proj"]))
+    assert found == ["k_proj", "o_proj", "q_proj", "qkv_proj"]
+    assert _lora_modules(model, SimpleNamespace(target_modules=None)) is _lora_modules(model, None) is None
+
+
+def test_an_engine_in_the_process_wraps_what_the_adapter_is_on() -> None:
+    model = get_peft_model(
+        tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj", "lm_head"], ensure_weight_tying=False)
+    )
+    attention = model.get_submodule("base_model.model.model.layers.0.self_attn")
+    attention.add_module("qkv_proj", copy.deepcopy(attention.q_proj))  # as in Phi-3
+    assert adapted_modules(model) == (*LORA_MODULES, "qkv_proj")
+    assert lora_arguments(2, adapted_modules(model))["lora_target_modules"][-1] == "qkv_proj"
 
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -23,7 +23,7 @@ SWAPPED = 0.5
 """Share of the disagreeing rows that must be those of another row, so that the others are too."""
 DECIMALS = (1, 2, 3, 4)
 FACTOR_LEAVES = 1e-3
-"""Share of the distance in place, and of the numbers' spread, that a factor may leave: where it is the fault, rounding."""
+"""Share of the distance in place, and of the numbers' spread, that a factor may leave: rounding, if it is the fault."""
 UNIT_FITS = 4.0
 """Times what the best factor leaves that a unit's may leave and still be the one."""
 CAUSE = "misalignment"
@@ -127,7 +127,7 @@ def _limits(books: Books, so: Callable[[str, Floats], Intervention]) -> Iterator
 
 
 def _other_factor(target: Floats, plain: Floats) -> float | None:
-    """The number c with target = c plain, as of log-probs divided by a temperature; None = there is none, or a unit's is.
+    """The number c with target = c plain, as of log-probs divided by a temperature; None = there is none, or a unit's.
 
     Example:
         >>> logps = np.array([[-1.0, -0.3, -2.0]])

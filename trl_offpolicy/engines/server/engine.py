@@ -431,9 +431,13 @@ class ServerEngine:
 
     @property
     def takes_adapter(self) -> bool:
-        """True if an adapter would be sent without the base weights, given that it is all that was trained."""
+        """True if an adapter would be sent without the base weights, given that it is all that was trained.
+
+        Not once the server has merged weights: on top of them the adapter would be applied twice.
+        """
         loads = "/v1/load_lora_adapter" in self._routes
-        return self.transfer in ("auto", "adapter") and loads and self.weight_rounding is None
+        own_base = self._sent is None or self._adapter is not None
+        return self.transfer in ("auto", "adapter") and loads and self.weight_rounding is None and own_base
 
     def _load(self, target: Path) -> None:
         """Have the server load a folder and label it. It never keeps its old label on weights that it half took.

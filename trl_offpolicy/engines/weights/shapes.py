@@ -148,6 +148,12 @@ def why_not_adapter(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, An
     modules = {match[1]: None for name in sent if (match := _ADAPTED.match(name))}
     if reason := _layers([f"{module}.weight" for module in modules], held, whole=False):
         return reason
+    wrapped = [answer["lora_modules"] for answer in answers if answer.get("lora_modules") is not None]
+    if wrapped and (others := sorted({name.rpartition(".")[2] for name in modules} - set(wrapped[0]))):
+        return (
+            f"the adapter is on {', '.join(others)}, and the engine would drop it there: it applies adapters on "
+            f"{', '.join(wrapped[0])} (trl-offpolicy serve --lora-modules NAME ...)"
+        )
     for name, shape in sent.items():
         match = _ADAPTED.match(name)
         whole = None if match is None else held.get(f"{match[1]}.weight")
