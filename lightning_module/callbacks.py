@@ -156,7 +156,7 @@ class RunFolder(RunRecords):
         values = {name: float(one) for name, one in trainer.callback_metrics.items() if name.startswith(EVAL_PREFIX)}
         if trainer.sanity_checking:  # the run has no folder yet
             self._before = values if trainer.num_sanity_val_steps == math.inf else {}
-        elif self._writer is not None and values:
+        elif self._writer is not None and values and trainer.state.fn == TrainerFn.FITTING:  # not one after the run
             self._writer.log(trainer.global_step, values)
 
 

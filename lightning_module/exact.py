@@ -61,5 +61,5 @@ class ExactCheck:
         asked = ask_exact(generation.engine, module.policy, generation.prompts.tokenizer, rows=size)
         self.found = judge_generation(rows["sampling_per_token_logps"], old, again, mask, asked=asked)
         folder = run_folder(module.trainer)
-        if module.trainer.is_global_zero:
+        if module.trainer.is_global_zero and not module.trainer.fast_dev_run:
             report_exactness(self.found, folder)

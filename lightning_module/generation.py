@@ -172,6 +172,7 @@ class Generation:
         that of the first generation would be.
         """
         self._buffer, self._position, self._window = None, 0, 0
+        self.num_tokens, self._told_ids, self._module.exact.found = 0, False, None
         self._gate = self._module.control.gate(self._module)
         if self._sync_weights is None:
             return
@@ -459,7 +460,7 @@ class Generation:
         if not self._told_ids:
             self._told_ids, folder = True, run_folder(module.trainer)
             entry = run_entry(stats, module.settings["check_token_ids"])
-            if module.trainer.is_global_zero:
+            if module.trainer.is_global_zero and not module.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 add_to_run(folder, TOKEN_IDS, entry)
         return stats
 
@@ -537,7 +538,9 @@ class Generation:
         if self._reference is None:
             with models.without_adapter(policy):
                 return scorer(policy, rows, batch_size=size).logps
+        # It was copied when the model was loaded, before Lightning gave that another dtype (precision: bf16-true).
         self._reference.to(module.device)
+        module.trainer.strategy.precision_plugin.convert_module(self._reference)
         return scorer(self._reference, rows, batch_size=size).logps
 
     # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -91,11 +92,21 @@ def _not_partitioned() -> Iterator[None]:
         zero.restore_init_context()
 
 
+_RANDOM = re.compile("drop|jitter")
+"""In the names of numbers by which a layer draws in training: dropout, layerdrop, and a router's jitter_noise."""
+
+
 def without_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: random log-probs would look like mismatch."""
+    """Set every dropout to 0: random log-probs would look like mismatch.
+
+    Many models keep the probability as a number and call a function with it, such as ``attention_dropout`` of Llama.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and _RANDOM.search(name):
+                setattr(module, name, 0.0)
 
 
 def reference_of(policy: nn.Module) -> nn.Module | None:

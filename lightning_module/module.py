@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_module import models
 from lightning_module.agents import Agents
@@ -342,8 +343,10 @@ class OffPolicyGRPOModule(LightningModule):
         return [] if known or not self.trainer.loggers else [RunFolder()]
 
     def on_fit_start(self) -> None:
-        """Build the engine, unless an earlier run of this module built it."""
+        """Build the engine, unless an earlier run of this module built it. Nothing of that run's numbers is left."""
+        self.measuring = Measuring(self.rewards.names)
         self.generation.start()
+        self.noise.close()  # of an earlier run that ended with an exception, after which Lightning tears nothing down
         self.noise = PerturbedForward(self.policy, parse_perturbation(self.settings["perturbation"]), self.device)
         self.compact.prepare()
         if self.ahead is not None:
@@ -353,6 +356,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
+        self._warn_of_lost_gradients()
         restored = self._restored or {}
         self.auto.start(self, restored.get("auto", {}))
         self.control.start(self, restored.get("control", {}))
@@ -367,6 +371,17 @@ class OffPolicyGRPOModule(LightningModule):
                 self.replay.load_state_dict(restored.get("replay", {}))
             self._restored = None
         self.measuring.start()
+
+    def _warn_of_lost_gradients(self) -> None:
+        """A checkpoint between two optimizer steps holds no gradients: those of its step's first part are lost."""
+        whole, ready = self.trainer.accumulate_grad_batches, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        done = ready % whole if ready < self.trainer.num_training_batches else 0  # the last step of an epoch may be short
+        if self._restored is not None and done:
+            rank_zero_warn(
+                f"The checkpoint was written after {done} of the {whole} micro-batches of an optimizer step, and holds "
+                f"no gradients: the first step of this run has those of the other {whole - done} alone. Choose "
+                "val_check_interval (it counts micro-batches) as a multiple of accumulate_grad_batches."
+            )
 
     def on_validation_start(self) -> None:
         """Build the engine for ``trainer.validate``, ``test`` or ``predict``, which run without ``fit``.
@@ -602,12 +617,15 @@ class OffPolicyGRPOModule(LightningModule):
             ) from error
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what :meth:`on_save_checkpoint` added.
+        """Restore what :meth:`on_save_checkpoint` added; of a run only if one is resumed (``fit(ckpt_path=...)``).
+
+        Lightning calls this too when weights are loaded for a new run, or to be validated.
 
         Raises:
             ValueError: the checkpoint lacks trained weights of the adapter.
         """
-        self._restored = checkpoint.get(_STATE)
+        resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        self._restored = checkpoint.get(_STATE) if resumed else None
         self.agents.check_restored((self._restored or {}).get("agents", {}))
         if self.settings["adapter"] is not None and "state_dict" in checkpoint:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}

@@ -98,6 +98,7 @@ class OffPolicyObserver(RunRecords):
                 "records all this itself (RunFolder sets where)."
             )
         folder = self._where(trainer)
+        self._stats, self._responses = Stats({}), 0  # of an earlier run that ended between two rows
         self._begin(trainer, folder, lambda: self._description(trainer, pl_module), self._decode)
         self._logged = trainer.global_step
         if self.spec is not None:
@@ -105,6 +106,7 @@ class OffPolicyObserver(RunRecords):
                 self.spec, say=partial(print, flush=True), broadcast=trainer.strategy.broadcast
             )
             self._session.load_state_dict(self._restored)
+            self._restored = {}
             self._session.begin(folder, trainer.global_step, records=not trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

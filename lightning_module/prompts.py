@@ -47,14 +47,17 @@ class Prompts:
 
             name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
             loader: Any = AutoProcessor if reads_images(policy.config) else AutoTokenizer
-            tokenizer = loader.from_pretrained(name)
+            # Of the revision of the weights, unless it is another repository's.
+            options = {} if tokenizer else settings["model_options"] or {}
+            named = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+            tokenizer = loader.from_pretrained(name, **named)
         tokenizer, processor = _parts(tokenizer)
         tokenizer = chat_tokenizer(tokenizer, settings["chat_template"], settings["response_template"])
         if processor is not None and settings["chat_template"] is not None:
             processor = copy.copy(processor)
             processor.chat_template = tokenizer.chat_template
-        named = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
-        ends = [named] if isinstance(named, int) else list(named or [])
+        stops = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
+        ends = [stops] if isinstance(stops, int) else list(stops or [])
         ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return cls(tokenizer, ends, processor)
 

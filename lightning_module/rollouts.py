@@ -138,7 +138,7 @@ def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
         tensors[_IMAGES] = part[_IMAGES]
     if KEY in part:
         tensors[KEY] = [(row.ids, row.counts) for row in part[KEY]]
-    return tensors if average is None else {**tensors, "past_average": vars(average)}
+    return tensors if average is None else {**tensors, "past_average": _moved(vars(average), torch.device("cpu"))}
 
 
 def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[str]) -> dict[str, Any]:
@@ -148,4 +148,10 @@ def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[s
         moved[_IMAGES] = part[_IMAGES]
     if KEY in part:
         moved[KEY] = [KeptIds(*row) for row in part[KEY]]
-    return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved
+    if "past_average" in part:
+        moved["past_average"] = Average(**_moved(part["past_average"], device))
+    return moved
+
+
+def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
