@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from trl_offpolicy.run_folder.checkpoints import (
@@ -112,3 +113,16 @@ def _bytes_in(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_bytes_in, value.values()))
     return sum(map(_bytes_in, value)) if isinstance(value, list | tuple) else 0
+
+
+def warn_of_lost_gradients(trainer: Trainer) -> None:
+    """Warn of a run that is resumed between two optimizer steps: no checkpoint holds the gradients so far."""
+    whole, seen = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    at_the_end = seen >= trainer.num_training_batches  # the last step of an epoch may have fewer micro-batches
+    done = seen % whole
+    if done and not at_the_end:
+        rank_zero_warn(
+            f"The checkpoint was written after {done} of the {whole} micro-batches of an optimizer step, and holds no "
+            f"gradients: the first step of this run has those of the other {whole - done} alone. Choose "
+            "val_check_interval (it counts micro-batches) as a multiple of accumulate_grad_batches."
+        )

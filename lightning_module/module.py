@@ -12,14 +12,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_module import models
 from lightning_module.agents import Agents
 from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
-from lightning_module.checkpoints import keep_whole
+from lightning_module.checkpoints import keep_whole, warn_of_lost_gradients
 from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
@@ -356,7 +355,8 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
-        self._warn_of_lost_gradients()
+        if self._restored is not None:
+            warn_of_lost_gradients(self.trainer)
         restored = self._restored or {}
         self.auto.start(self, restored.get("auto", {}))
         self.control.start(self, restored.get("control", {}))
@@ -371,17 +371,6 @@ class OffPolicyGRPOModule(LightningModule):
                 self.replay.load_state_dict(restored.get("replay", {}))
             self._restored = None
         self.measuring.start()
-
-    def _warn_of_lost_gradients(self) -> None:
-        """A checkpoint between two optimizer steps holds no gradients: those of its step's first part are lost."""
-        whole, ready = self.trainer.accumulate_grad_batches, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        done = ready % whole if ready < self.trainer.num_training_batches else 0  # the last step of an epoch may be short
-        if self._restored is not None and done:
-            rank_zero_warn(
-                f"The checkpoint was written after {done} of the {whole} micro-batches of an optimizer step, and holds "
-                f"no gradients: the first step of this run has those of the other {whole - done} alone. Choose "
-                "val_check_interval (it counts micro-batches) as a multiple of accumulate_grad_batches."
-            )
 
     def on_validation_start(self) -> None:
         """Build the engine for ``trainer.validate``, ``test`` or ``predict``, which run without ``fit``.

@@ -41,10 +41,20 @@ def test_rows_of_older_weights_without_an_old_policy_have_no_mismatch(versions, 
     rows = replace(whole, old_per_token_logps=None, policy_versions=torch.tensor(versions), current_version=4)
     stats = Correction(weight=RawWeight())(rows).stats
 
-    for stale, expected in ((True, left), (False, True)):
+    for stale in (True, False):
         keys = stats.measured(stale=stale).compute()
-        assert [f"offpolicy/{name}/kl_k1" in keys for name in ("mismatch", "kept")] == [expected] * 2
+        assert [f"offpolicy/{name}/kl_k1" in keys for name in ("mismatch", "kept")] == [left] * 2
         assert keys["offpolicy/total/kl_k1"] == stats.compute()["offpolicy/total/kl_k1"] != 0
+
+
+def test_a_step_whose_responses_are_all_masked_measures_no_ratio_and_no_weight():
+    """A correlation of 0 over nothing read as a broken engine."""
+    rows = replace(policy_batch([[1.5, 0.7]]), completion_mask=torch.zeros(1, 2, dtype=torch.bool))
+    stats = Correction(weight=RawWeight(), keep=(RatioBand(low=0.5, high=2.0),))(rows).stats
+    groups = {key.split("/")[1] for key in stats.measured(stale=False).compute()}
+    assert "keep" in groups and not groups & {"mismatch", "kept", "staleness", "total", "weight", "weight_applied"}
+    observed = Correction(weight=RawWeight())(policy_batch([[1.5, 0.7]])).stats
+    assert observed.measured(stale=False).compute() == observed.compute()
 
 
 def test_names_with_and_without_prefix():

@@ -115,16 +115,22 @@ class Stats(Mapping[str, Stat]):
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
     def measured(self, *, stale: bool) -> Stats:
-        """The stats without those that were not really measured.
+        """The stats without those that were not really measured. One transfer to the host, on which the result is.
 
-        If rows may be ``stale``, ``mismatch/*`` and ``kept/*`` are dropped unless some row was sampled by the current
-        weights or carries old log-probs.
+        A ratio that no token has is left out: a correlation of 0 over nothing would read as a broken engine. So are
+        ``kept/*`` where nothing of the mismatch is known, and the weights where nothing of any ratio is, as in a step
+        whose responses are all masked. If rows may be ``stale``, so are ``mismatch/*`` and ``kept/*`` unless some row
+        was sampled by the current weights or carries old log-probs.
         """
-        seen = self.groups.get("mismatch") if stale else None
-        if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
+        if not self.groups:
             return self
-        unmeasured = ("mismatch", "kept")
-        return Stats({name: group for name, group in self.groups.items() if name.partition("#")[0] not in unmeasured})
+        found = _on_host(self.groups).groups
+        ratios = [name for name in ("mismatch", "staleness", "total") if name in found]
+        empty = [name for name in ratios if not found[name].moments["tokens"] + found[name].moments["nonfinite"] > 0]
+        unmeasured = {*empty, *(("kept",) if "mismatch" in empty else ())}
+        if ratios and len(empty) == len(ratios):
+            unmeasured |= {"kept", "weight", "weight_applied"}
+        return Stats({name: group for name, group in found.items() if name.partition("#")[0] not in unmeasured})
 
     def compute(self) -> dict[str, float]:
         """All values as floats, with one transfer of the moments to the host, then the intervals as ``<key>_ci95``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -169,3 +170,13 @@ def test_it_runs_only_if_it_is_named() -> None:
 def test_a_rule_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AcceptUpdate(**options)
+
+
+def test_a_resumed_run_judges_by_what_was_accepted_before() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    first, resumed = gate(model, []), gate(model, [])
+    for update, gap in enumerate([0.01, 0.012, 0.1]):
+        first.accepts(update, math.exp(-gap))
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert resumed.accepts(2, math.exp(-0.011))  # the first sync brings the weights of the checkpoint
+    assert not resumed.accepts(3, math.exp(-0.05)) and resumed.rejected == 2

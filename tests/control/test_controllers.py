@@ -45,6 +45,11 @@ def lengths(*values: float, key: str = LENGTH) -> list[dict[str, float]]:
     return [{"step": step, key: value} for step, value in enumerate(values, 1)]
 
 
+def test_a_step_of_masked_responses_is_no_level_length() -> None:
+    state, actions = play(GUARD, lengths(10, 10, 10, 10, 13, 0, 0, 0))
+    assert state.scale == 0.5 and len(actions) == 1
+
+
 # -------------------------------------------------------------------------------------------------- staleness ceiling
 
 
@@ -216,6 +221,14 @@ def test_only_drift_by_training_counts() -> None:
     assert play(ESSStep(), [*drift(*bad), {"step": 4}])[1][-1].step == 3  # not logged: as it was
 
 
+def test_a_step_without_fresh_responses_has_the_usual_mismatch() -> None:
+    """Sampled ahead, only every third step holds a response of the current weights. Training moved nothing."""
+    rows = drift(*[0.1] * 30, group="total")
+    for row in rows[::3]:
+        row["offpolicy/mismatch/product_variance"] = 0.1
+    assert scales(rows) == []
+
+
 def test_a_log_without_the_variance_gives_it_from_the_products() -> None:
     """ESS^(1 / length) is the ESS of a token."""
     share = 0.32 ** (100 / 16)
@@ -237,7 +250,9 @@ def test_vcpo_follows_a_named_metric_up_and_down() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"back": 1.0}, "back must be above 1, but got 1.0"),
+        ({"back": 1.0}, r"back must be at least 1 \+ resolution \(1.05\), but got 1.0"),
+        ({"back": 1.04}, "never be raised"),
+        ({"resolution": 0.5}, "never be lowered"),
         ({"calm": 0}, "calm must be a whole number of at least 1, but got 0"),
         ({"base": 1.5}, "base must be at most 1, but got 1.5"),
     ],
@@ -314,6 +329,15 @@ def test_a_low_pearson_goes_all_the_way() -> None:
     assert state.level == 3 and "Pearson 0.900 below 0.95" in actions[-1].why
 
 
+def test_a_run_that_is_resumed_at_the_top_unmended_is_stopped_again() -> None:
+    bad = mismatch(0.1, pearson=0.9)
+    actions = play(LADDER, at_steps(*[bad] * 8))[1]
+    assert [(action.step, action.what) for action in actions[2:]] == [(6, "correction_level"), (8, "stop")]
+    assert "still Pearson 0.900 below 0.95 in 2 readings" in actions[-1].why
+    quiet = Escalation(patience=2, calm=3, systems="warn")
+    assert levels(*[bad] * 20, ladder=quiet) == [1, 2, 3]
+
+
 def test_it_comes_down_after_a_calm_stretch_and_not_at_the_threshold() -> None:
     """Hysteresis: below 0.3, but not below half of it."""
     up = [mismatch(0.4)] * 2
@@ -380,6 +404,16 @@ def test_it_syncs_once_and_then_stops() -> None:
     assert kinds(BAD) == []
     assert kinds(GOOD, BAD, BAD, GOOD) == [(3, "resync")]
     assert kinds(BAD, BAD, BAD, BAD) == [(2, "resync"), (4, "stop")]
+
+
+def test_responses_from_before_the_sync_do_not_stop_the_run() -> None:
+    """A generation of four optimizer steps, then the one that was sampled after the sync."""
+
+    def passes(row: dict[str, float]) -> list[dict[str, float]]:
+        return [{**row, "offpolicy/rollout/version_lag_max": float(lag)} for lag in range(4)]
+
+    assert kinds(*passes(BAD), *passes(GOOD)) == [(2, "resync")]
+    assert kinds(*passes(BAD), *passes(BAD))[:2] == [(2, "resync"), (6, "stop")]
 
 
 def test_after_a_good_stretch_there_is_another_try() -> None:

@@ -170,3 +170,25 @@ def test_what_controllers_lack() -> None:
     assert set(lacking(None, **{**whole, "has_sampler": False})) == {"escalation", "ess_step"}
     assert lacking(weighted, **{**whole, "needs_whole_batch": True}) == {"escalation": "a correction of row scope"}
     assert lacking(weighted, **{**whole, "resync_needs": "vLLM"}) == {"resync": "vLLM"}
+    for measure, proved, missing in (
+        ("full", False, set()), ("core", True, set()), ("core", False, {"resync"}), (("mismatch",), False, set()),
+        ("off", True, {"escalation", "ess_step"}), ("off", False, {"escalation", "ess_step", "resync"}),
+    ):  # fmt: skip
+        measured = replace(weighted, measure=measure)
+        found = lacking(measured, **{**whole, "accept_needs": "" if proved else "a proved sync"})
+        assert set(found) - {"accept_update"} == missing, measure
+
+
+def test_the_judge_of_updates_is_in_the_state_of_a_session_whichever_is_there_first() -> None:
+    spec = {"controllers": ["accept_update"]}
+    weight = torch.nn.Parameter(torch.zeros(2))
+    session = Lent().session(spec)
+    gate = session.gate(lambda: {"w": weight}, is_main=True)
+    assert gate is not None and gate.accepts(0, 0.99) and not gate.accepts(1, 0.5)
+    state = session.state_dict()
+    for gate_first in (True, False):
+        other = Lent().session(spec)
+        found = other.gate(lambda: {"w": weight}, is_main=True) if gate_first else None
+        other.load_state_dict(state)
+        found = found or other.gate(lambda: {"w": weight}, is_main=True)
+        assert found is not None and found.rejected == 1 and found.state_dict() == gate.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -145,10 +146,50 @@ def test_old_rows_are_dropped_and_rows_after_a_resume_replaced() -> None:
     watcher, state = supervisor(), ControlState()
     for step in range(1, 401):
         state, _ = watcher.observe(state, step, {**GOOD, "completions/mean_length": 4.0})
-    assert [int(row["step"]) for row in state.rows] == list(range(200, 401))
-    assert set(state.rows[0]) == {"step", "completions/mean_length"} and "loss" in state.rows[-_WHOLE_ROWS]
+    first = [1, 2, 3, 4, 5]  # with which the verdict compares
+    assert [int(row["step"]) for row in state.rows] == [*first, *range(200, 401)]
+    assert (
+        set(state.rows[0]) == {"step", "completions/mean_length", "offpolicy/mismatch/kl_k3"}
+        and "loss" in state.rows[-_WHOLE_ROWS]
+    )
     state, _ = watcher.observe(state, 300, GOOD)
     assert [int(row["step"]) for row in state.rows][-2:] == [299, 300]
+
+
+def course(step: int) -> dict[str, float]:
+    """A run whose entropy collapses, whose mismatch grows, and whose responses reach the limit."""
+    return {
+        "step": step, "offpolicy/loss/entropy": 1.5 * math.exp(-step / 60), "completions/mean_length": 100.0,
+        "completions/clipped_ratio": min(1.0, step / 400), "offpolicy/mismatch/kl_k3": 5e-4 * math.exp(step / 100),
+        "offpolicy/mismatch/prob_pearson": 0.999, "loss": 0.1, "reward": 0.5, "grad_norm": 1.0,
+    }  # fmt: skip
+
+
+def test_a_live_verdict_reads_what_the_report_reads() -> None:
+    watcher, rows = supervisor(), [course(step) for step in range(1, 401)]
+    state = watcher.start()
+    for row in rows:
+        state, _ = watcher.observe(state, int(row["step"]), row)
+    live, whole = (diagnose(MetricsLog(tuple(kept)), watcher.spec.thresholds) for kept in (state.rows, rows))
+    assert {one.cause for one in live.findings} == {one.cause for one in whole.findings}
+    assert {"entropy_collapse", "engine_mismatch"} <= {one.cause for one in live.findings}
+
+
+def test_a_window_of_the_users_is_remembered() -> None:
+    watcher = supervisor({"policy": "warn", "thresholds": {"length_window": 400}})
+    state = watcher.start()
+    for step in range(1, 601):
+        length = 100 * (1 + max(0, step - 200) / 800)
+        state, outcome = watcher.observe(state, step, {**GOOD, "completions/mean_length": length})
+    assert outcome.metrics[LENGTH_SURGE] == pytest.approx(1.48, abs=0.02)
+
+
+def test_rows_are_remembered_where_few_steps_are_logged() -> None:
+    watcher = supervisor({"controllers": {"staleness_ceiling": {"window": 100}}})
+    state = watcher.start()
+    for step in range(10, 3001, 10):
+        state, _ = watcher.observe(state, step, {**GOOD, "offpolicy/rollout/version_lag_max": 1.0})
+    assert sum("offpolicy/rollout/version_lag_max" in row for row in state.rows) >= 100
 
 
 def test_a_checkpoint_without_a_controller_starts_it() -> None:

@@ -90,6 +90,13 @@ def test_a_token_that_the_engine_did_not_score_costs_nothing() -> None:
     assert advantages[1, 0] == -0.5 and measured is not None and measured[1, 0] == 0
 
 
+def test_staleness_has_no_price_where_no_old_policy_is_known() -> None:
+    """The rows' versions are 3 and 4: of the first one |current - engine| is what training changed as well."""
+    given = batch(old_per_token_logps=None, policy_versions=torch.tensor([3, 4]), current_version=4)
+    _, measured = shaping.DiscrepancyPenalty(coef=1.0)(given)
+    assert measured is not None and not measured[0].any() and measured[1].any()
+
+
 def test_a_policy_learns_to_leave_the_token_on_which_the_two_disagree() -> None:
     """Two tokens of equal reward; the engine scores one of them off. The price moves the policy to the other one.
 

@@ -113,6 +113,14 @@ class UpdateGate:
         self._weights = {name: value.detach().cpu().clone() for name, value in self._parameters().items()}
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """What judges later updates, as plain values. The first sync of a resumed run keeps its weights again."""
+        return {"gaps": list(self._gaps), "in_a_row": self._in_a_row, "rejected": self.rejected}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._gaps, self._in_a_row, self.rejected = list(state["gaps"]), state["in_a_row"], state["rejected"]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Give the trainer the weights of the last accepted update."""

@@ -116,7 +116,7 @@ def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[floa
     if key is None:
         return None, None
     steps, values, _ = log.series(key)
-    now = values[-1] if steps and steps[-1] == step else None
+    now = values[-1] if steps and steps[-1] == step and values[-1] > 0 else None  # 0: every response was masked
     earlier = [value for at, value in zip(steps, values, strict=True) if at <= step - window]
     return now, earlier[-1] if earlier and earlier[-1] > 0 else None
 
@@ -182,8 +182,16 @@ class ESSStep:
         check_fraction(base=self.base, smallest=self.smallest)
         check_positive(resolution=self.resolution, back=self.back)
         check_whole("calm", self.calm, least=1)
-        if self.back <= 1:
-            raise ValueError(f"back must be above 1, but got {self.back}.")
+        if self.resolution >= 0.5:
+            raise ValueError(
+                f"resolution must be below 0.5, but got {self.resolution}: a reading halves the scale at most, and the "
+                "learning rate would never be lowered."
+            )
+        if self.back < 1 + self.resolution:
+            raise ValueError(
+                f"back must be at least 1 + resolution ({1 + self.resolution:g}), but got {self.back}: smaller changes "
+                "are not made, and the learning rate would never be raised."
+            )
 
     def start(self) -> ScaleState:
         """The whole learning rate (scale 1)."""

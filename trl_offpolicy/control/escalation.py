@@ -86,7 +86,8 @@ class Escalation:
     The dropped fraction and the ESS count from level 1 on, not under the configured correction alone. After
     ``patience`` such readings in a row the level goes up by one. It goes down by one after ``calm`` readings in a row
     that would not ask for it even with ``chi2`` scaled by ``relax`` and ``ess_low`` raised to the power of ``relax``.
-    Level 3 stops the run with a checkpoint (``systems="stop"``), or only reports it (``"warn"``).
+    Level 3 stops the run with a checkpoint (``systems="stop"``), again if it is resumed and as many readings still ask
+    for it, or only reports it (``"warn"``).
 
     The defaults of ``chi2``, ``dropped``, ``ess``, ``ess_low`` and ``pearson`` are those of
     :class:`~trl_offpolicy.diagnosis.thresholds.Thresholds`; in a configuration they are those of
@@ -181,8 +182,14 @@ class Escalation:
         wanted, why = self.demand(signals, state.level, 1.0)
         # go down only if even lower limits would not ask for this level, so that it does not swing around one limit
         relaxed, _ = self.demand(signals, state.level, self.relax)
-        rising = state.rising + 1 if wanted > state.level else 0
+        # A run that was stopped at the top and resumed is stopped again if nothing was mended.
+        top = len(LEVELS) - 1
+        again = state.level == wanted == top and self.systems == "stop"
+        rising = state.rising + 1 if wanted > state.level or again else 0
         calm = state.calm + 1 if relaxed < state.level else 0
+        if rising >= self.patience and again:
+            said = f"{LEVELS[top]}: still {why} in {rising} readings in a row"
+            return EscalationState(top), Action(step, self.name, "stop", 0, 1, said)
         if rising >= self.patience:
             return self._move(state, state.level + 1, step, f"{why} in {rising} readings in a row")
         if calm >= self.calm:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from trl_offpolicy.diagnosis.verdict.judge import LENGTHS
+from trl_offpolicy.diagnosis.verdict.judge import LENGTHS, WINDOW
 from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
 
@@ -33,13 +33,13 @@ def piece_ess(variance: float) -> float:
     return math.exp(-PIECE * max(variance, 0.0))
 
 
-def variances(log: MetricsLog, group: str) -> dict[int, float]:
-    """``{step: D}`` of a ratio, for the last rows of a log.
+def variances(log: MetricsLog, group: str, *, rows: int = RECENT) -> dict[int, float]:
+    """``{step: D}`` of a ratio, for the last ``rows`` rows of a log.
 
     A log without ``product_variance``, of an earlier version, gives D = -log(ESS) / length from ``ess_sequence``. That
     estimate cannot exceed log(N) / length.
     """
-    recent = MetricsLog(log.rows[-RECENT:])
+    recent = MetricsLog(log.rows[-rows:])
     steps, values, _ = recent.series(f"{PREFIX}{group}/product_variance")
     if steps:
         return dict(zip(steps, values, strict=True))
@@ -59,13 +59,14 @@ def training_drift(log: MetricsLog) -> dict[int, float]:
     """``{step: D}`` of the drift that the optimizer's own steps made, which a smaller learning rate makes smaller.
 
     That is current/old (``staleness``). Where old is unknown, it is what ``total`` has beyond ``mismatch``: the
-    mismatch of responses that the current weights sampled is there at any learning rate. With neither of the two it is
-    all of ``total``.
+    mismatch of responses that the current weights sampled is there at any learning rate. A step without such a response
+    has the usual ``mismatch``, the median of those known. With neither of the two it is all of ``total``.
     """
     if stale := variances(log, "staleness"):
         return stale
-    fresh = variances(log, "mismatch")
-    return {step: max(value - fresh.get(step, 0.0), 0.0) for step, value in variances(log, "total").items()}
+    fresh = variances(log, "mismatch", rows=WINDOW)
+    usual = median(fresh.values()) if fresh else 0.0
+    return {step: max(value - fresh.get(step, usual), 0.0) for step, value in variances(log, "total").items()}
 
 
 def recent_ess(found: dict[int, float], step: int) -> float | None:

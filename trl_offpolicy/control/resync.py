@@ -11,6 +11,7 @@ from trl_offpolicy.diagnosis.thresholds import limit
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
+_LAG = "offpolicy/rollout/version_lag_max"
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Resync:
     ``rollout/sync_agreement`` is more than ``drop`` below that of the first sync. After ``patience`` such readings in a
     row, the next generation waits for another sync and its proof. From then on every sync brings all weights, not only
     those that changed: the engine's copy of the others may be what is wrong. After ``patience`` more readings that are
-    off, the run stops with a checkpoint. Once the agreement was good for ``forget`` readings, another sync may be
-    tried.
+    off, the run stops with a checkpoint; those with a response from before that sync do not count. Once the agreement
+    was good for ``forget`` readings, another sync may be tried.
 
     Args:
         pearson: smallest correlation of the probabilities; default: ``pearson_broken`` of the diagnosis; -1 = any.
@@ -74,6 +75,9 @@ class Resync:
     def step(self, state: ResyncState, log: MetricsLog, step: int) -> tuple[ResyncState, Action | None]:
         """Count readings that are off. Ask for a sync first, then for a stop."""
         row = log.rows[-1]
+        sampled = step - 1 - row.get(_LAG, 0.0)  # version of the oldest weights that sampled a response of this row
+        if state.since >= 0 and sampled < state.since:
+            return state, None
         group = MetricsLog((row,)).ratio_group
         pearson, agreement = row.get(f"offpolicy/{group}/prob_pearson"), row.get(AGREEMENT)
         if state.first < 0 and agreement is not None and agreement == agreement:

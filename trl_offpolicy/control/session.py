@@ -30,6 +30,7 @@ COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
 GRADIENTS_PROJECTED = f"{PREFIX}control/gradients_projected"
 UPDATES_REJECTED = f"{PREFIX}control/updates_rejected"
 SESSION_METRICS = (GRADIENTS_PROJECTED, UPDATES_REJECTED)
+_UPDATES = "updates"  # what judges them, in the state of a session
 """Keys that a session logs beside those of its supervisor (``CONTROL_METRICS``), if it is configured to."""
 
 
@@ -66,6 +67,7 @@ class ControlSession:
         self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction(), admits)
         self._records: Path | None = None
         self._gate: UpdateGate | None = None
+        self._updates: dict[str, Any] = {}  # of a checkpoint; the gate may be made after that was read
         self._is_main = True
         self._begin_anew()
 
@@ -78,13 +80,17 @@ class ControlSession:
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state as plain values, for a checkpoint."""
-        return self.state.as_dict()
+        updates = {} if self._gate is None else {_UPDATES: self._gate.state_dict()}
+        return {**self.state.as_dict(), **updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint; an empty state begins a new run."""
         self._begin_anew()
+        self._updates = dict(state.get(_UPDATES, {}))
         if state:
             self.state = self._supervisor.restore(state)
+        if self._gate is not None and self._updates:
+            self._gate.load_state_dict(self._updates)
         self._put_in_force(self._supervisor.settings(self.state))
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -114,6 +120,8 @@ class ControlSession:
         """
         self._is_main = is_main
         self._gate = gate_of(self.spec.controllers, parameters, self._note)
+        if self._gate is not None and self._updates:
+            self._gate.load_state_dict(self._updates)
         return self._gate
 
     def _note(self, action: Action) -> None:
@@ -223,4 +231,8 @@ def lacking(
     # with no weights, and no escalation that could add some, the ESS describes no correction
     if "escalation" in missing and not (correction or Correction()).weights:
         missing["ess_step"] = "a correction with a weight"
+    if correction is not None and not correction.measures("mismatch"):
+        missing |= dict.fromkeys(("escalation", "ess_step"), "the mismatch among what correction.measure names")
+    if correction is not None and accept_needs and not correction.measures("mismatch", whole=True):
+        missing.setdefault("resync", "correction.measure: full, or proofs of the syncs")
     return missing

@@ -101,8 +101,15 @@ class ControlSpec:
 
     @property
     def history(self) -> int:
-        """Optimizer steps whose rows are remembered: twice the longest window of a controller, at least 200."""
-        return max([200, *(2 * int(getattr(item, "window", 0)) for item in self.controllers)])
+        """Optimizer steps whose rows are remembered: twice the longest window that is read, at least 200."""
+        windows = [getattr(item, "window", 0) for item in self.controllers]
+        windows += [self.thresholds.length_window, self.thresholds.reward_drop_steps]
+        return max([200, *(2 * int(window) for window in windows)])
+
+    @property
+    def remembered_rows(self) -> int:
+        """Logged rows that are remembered whatever their steps, for windows that count rows; at least 60."""
+        return max([60, *(int(getattr(item, "window", 0)) for item in self.controllers)])
 
 
 def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:

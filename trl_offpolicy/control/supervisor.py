@@ -16,7 +16,9 @@ from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
 from trl_offpolicy.control.staleness import LAG
-from trl_offpolicy.diagnosis.verdict.judge import LENGTHS, WINDOW, Diagnosis, diagnose
+from trl_offpolicy.diagnosis.verdict.course import COMPARED
+from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, diagnose
+from trl_offpolicy.diagnosis.verdict.rows import FEWEST
 from trl_offpolicy.diagnosis.verdict.tree import NOT_JUDGED, SEVERITIES
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, STEP
 from trl_offpolicy.run_folder.run_data import MetricsLog
@@ -32,11 +34,9 @@ LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 
 _WHOLE_ROWS = WINDOW + 5
 """Rows that are kept whole: those that a verdict reads, and a few more."""
-_FOR_LONG = (
-    STEP, *LENGTHS, "grad_norm", "reward", f"{PREFIX}gradient/noise", f"{PREFIX}weight_applied/mean", LAG
-)  # fmt: skip
-"""The numbers that older rows keep: what the verdict compares with ``length_window`` steps ago or with a baseline (the
-mean weight tells under which correction the noise was measured), and the lag, whose window the user sets."""
+_FOR_LONG = (STEP, *COMPARED, LAG)
+"""The numbers that older rows keep: what the verdict compares with earlier rows, and the lag, whose window the user
+sets."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,13 @@ class Supervisor:
                 row[key] = float(value)
         kept = [item for item in rows if item[STEP] < step]  # a resumed run repeats its steps
         # every checkpoint holds these rows, so older ones keep only a few numbers
-        old = [item for item in kept[:-_WHOLE_ROWS] if item[STEP] >= step - self.spec.history]
+        older, fewest = kept[:-_WHOLE_ROWS], len(kept) - self.spec.remembered_rows
+        old = [
+            item
+            for place, item in enumerate(older)
+            # the run's first rows stay: the verdict compares with them what grows or falls over a run
+            if place < FEWEST or place >= fewest or item[STEP] >= step - self.spec.history
+        ]
         thinned = [{key: item[key] for key in _FOR_LONG if key in item} for item in old]
         return (*thinned, *kept[-_WHOLE_ROWS:], row)
 

@@ -227,6 +227,10 @@ class Correction:
         """``measure`` with its level spelled out."""
         return LEVELS[self.measure] if isinstance(self.measure, str) else self.measure
 
+    def measures(self, group: Measure, *, whole: bool = False) -> bool:
+        """Whether the diagnostics of a ratio are computed; ``whole``: all of them, not only the sums of a core pass."""
+        return group in self._measured and not (whole and "core" in self._measured)
+
     def _measuring(self, groups: tuple[Measure, ...]) -> tuple[Measure, ...]:
         return tuple(name for name in self._measured if name in groups or name == "core")
 

@@ -130,7 +130,10 @@ class DiscrepancyPenalty(AdvantageShaping):
     def __call__(self, batch: PolicyBatch) -> Shaped:
         """The advantages less the price of each token, (B, T), and the discrepancies."""
         sampling = batch.logps("sampling")
-        ratio = log_ratio(batch.logps("old"), sampling, batch.mask)
+        mask, lags = batch.mask, batch.version_lags
+        if batch.old_per_token_logps is None and lags is not None:
+            mask = mask & (lags <= 0)  # the current policy is the old one only of rows that it sampled itself
+        ratio = log_ratio(batch.logps("old"), sampling, mask)
         known = torch.where(ratio.observed, sampling.float().clamp(max=0.0), 0.0)
         found = divergence(ratio.values, self.statistic, known)
         discrepancy = torch.where(ratio.observed, found, 0.0)

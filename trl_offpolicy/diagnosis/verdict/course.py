@@ -37,6 +37,12 @@ with a reward that stands still and the noise of a batch, none was called a coll
 _ALL_OF, _HALF = 10, 0.5
 """A lost reward: that many last rows, none of which reaches this share of the best mean."""
 _WEIGHTS = tuple(f"{PREFIX}{key}" for key in (*APPLIED_ESS, "weight_applied/mean"))
+COMPARED = (
+    *LENGTHS, *CUT, "reward", "grad_norm",
+    *(f"{PREFIX}{key}" for key in (
+        "gradient/noise", "weight_applied/mean", "loss/entropy", "mismatch/kl_k3", "mismatch/logp_diff_mean")),
+)  # fmt: skip
+"""What is read of rows before the window (the mean weight tells under which correction the noise was measured)."""
 _DISTANCES = tuple(
     f"{bound}{ratio}/{kl}"
     for ratio in ("mismatch", "staleness", "total")
