@@ -613,9 +613,10 @@ class OffPolicyGRPOModule(LightningModule):
         Raises:
             ValueError: the checkpoint lacks trained weights of the adapter.
         """
+        state = checkpoint.get(_STATE)
+        self.agents.check_restored((state or {}).get("agents", {}))
         resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        self._restored = checkpoint.get(_STATE) if resumed else None
-        self.agents.check_restored((self._restored or {}).get("agents", {}))
+        self._restored = state if resumed else None
         if self.settings["adapter"] is not None and "state_dict" in checkpoint:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             if missing := sorted(trained - set(checkpoint["state_dict"])):

@@ -273,6 +273,19 @@ def test_zeros_at_single_tokens_are_no_tools_output() -> None:
     assert found == ["tool_tokens", "misalignment"]
 
 
+def test_numbers_above_zero_are_no_log_probs() -> None:
+    random = np.random.default_rng(0)
+    logits = 3 * random.standard_normal((160, 50))
+    old = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    chosen = np.array([random.choice(50, p=np.exp(row)) for row in old])[:, None]
+    raw, whole = (np.take_along_axis(one, chosen, 1).reshape(8, 20) for one in (logits, old))
+    found = attribute(evidence_of(raw, whole))
+    assert found.cause == "misalignment" and "above 0: logits" in found.reasons[0]
+    # a softmax in 16 bits puts a likely token a little above it
+    rounded = attribute(evidence_of(np.where(whole > -0.01, 0.004, whole), whole))
+    assert "above 0" not in " ".join(rounded.reasons)
+
+
 @pytest.mark.parametrize(
     ("left", "dtype", "cause"),
     [(0.04, "float32", "model_config"), (0.08, "float32", "model_config"), (0.2, "float32", "unknown"),

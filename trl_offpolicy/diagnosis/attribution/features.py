@@ -83,6 +83,7 @@ class Features:
         copied: share of the responses of a probability below 1e-4 that another one of their group equals.
         missing_engine, missing_trainer: share of the trainable tokens without a finite log-prob of that side.
         all_zero: every a is exactly 0.
+        above_zero: share of a that is above 0, which no log-prob of a token is.
         scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
             median is noise, and for a handful of tokens.
         grain: the same for a kept mass at least: it is chosen in steps of the probability of its least likely token.
@@ -155,6 +156,7 @@ class Features:
     missing_engine: float = 0.0
     missing_trainer: float = 0.0
     all_zero: bool = False
+    above_zero: float = 0.0
     scatter: float = float("inf")
     grain: float = 0.0
     top_z: float = float("nan")
@@ -220,6 +222,7 @@ def extract(evidence: TokenEvidence) -> Features:
         missing_engine=_missing(evidence, evidence.sampling_per_token_logps, sampled=True),
         missing_trainer=_missing(evidence, evidence.old_per_token_logps, sampled=False),
         all_zero=not np.any(log_mu),
+        above_zero=float(np.mean(log_mu > ROUNDED)),
         scatter=_scatter(flat, noise),
         grain=float(np.exp(np.quantile(b[seen], 0.05)) / max(abs(np.median(flat)), 1e-30)),
         top_z=_top_z(log_mu, flat),
@@ -514,6 +517,8 @@ def _running_means(b: Array) -> Array:
     return _running(b) / np.arange(1, b.shape[1] + 1)
 
 
+ROUNDED = 1e-2
+"""A log-prob of a likely token may be that much above 0, by a softmax in 16 bits."""
 UNITS: Mapping[str, Callable[[Array], Array]] = {
     "log-probs in base 2": lambda b: b / np.log(2),
     "log-probs in base 10": lambda b: b / np.log(10),

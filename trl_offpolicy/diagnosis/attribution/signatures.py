@@ -53,6 +53,7 @@ class Limits:
         spikes: kurtosis of z up to which it is rounding.
         lean: |mean| / root mean square of d up to which it is: rounding has no direction.
         exact: share of the distance left below which another place, row or unit fits exactly.
+        above_zero: share of the engine's numbers above 0 from which on they are no log-probs.
         agreed: times the size of d that the surprise must have: below it, both sides differ enough to explain it.
         copied: share of the improbable responses that another one of the group equals.
         surprise: |mean of -log p - entropy| (nats) above which tokens may have been drawn from another one.
@@ -91,6 +92,7 @@ class Limits:
     spikes: float = 10.0
     lean: float = 0.15
     exact: float = 0.05
+    above_zero: float = 0.3
     agreed: float = 10.0
     copied: float = 0.05
     surprise: float = 0.03
@@ -242,6 +244,9 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
     """Log-probs in another unit, moved by a constant, or clipped."""
     if f.rewritten < limits.exact:
         text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
+        return Signature("misalignment", 1.0, text)
+    if f.above_zero > limits.above_zero:
+        text = f"{f.above_zero:.0%} of the engine's numbers are above 0: logits, or of another normaliser, not log-probs"
         return Signature("misalignment", 1.0, text)
     if f.scatter < limits.constant and not _may_be_kept_mass(f, limits):
         return Signature("misalignment", 1.0, "all log-probs differ by the same number (another normaliser?)")
