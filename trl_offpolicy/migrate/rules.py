@@ -344,6 +344,17 @@ def number(key: str, value: Any) -> float | int:
     return value
 
 
+def drawn(key: str, value: Any) -> float | int:
+    """A temperature of training, at which tokens are drawn.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    if number(key, value) <= 0:
+        raise ValueError(f"{key} must be above 0, since the loss divides by it, but got {value!r}.")
+    return number(key, value)
+
+
 def whole(key: str, value: Any) -> int:
     """A whole number; 512.0 counts as one.
 

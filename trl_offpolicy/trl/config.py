@@ -13,7 +13,7 @@ from transformers import Trainer
 from trl import GRPOConfig
 
 from trl_offpolicy import presets
-from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole, read_switch
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive, check_whole, read_switch
 from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.correction.correction import Correction
@@ -319,6 +319,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         parse_learner_kv_cache(self.learner_kv_cache, self.engine)
         self.noise_floor_steps = read_numbers(self.noise_floor_steps)
         check_whole("noise_floor_steps", self.noise_floor_steps, least=0)
+        check_positive(temperature=self.temperature)  # TRL divides the logits by it
         self.correct_threshold = read_numbers(self.correct_threshold)
         if self.correct_threshold is not None:
             check_number("correct_threshold", self.correct_threshold)
