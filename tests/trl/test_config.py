@@ -159,7 +159,7 @@ def test_what_a_weight_may_hold_depends_on_the_loss_beside_it(config: Any) -> No
         ),
         ({"control": "wrn"}, r"^control must be one of .*'off'\], but got 'wrn'\. Did you mean 'warn'\?$"),
         ({"control": {"thresholds": {"kl_high": "x"}}}, r"^control\.thresholds\.kl_high must be .*, but got 'x'\.$"),
-        ({"temperature": 0.0}, "temperature must be a positive number, but got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, but got 0.0"),
         ({"noise_floor_steps": True}, "noise_floor_steps must be a whole number of at least 0, but got True"),
         ({"correct_threshold": "x"}, "correct_threshold must be a finite number, but got 'x'"),
         ({"record_rollouts": "yes"}, "record_rollouts must be True or False, but got 'yes'"),
