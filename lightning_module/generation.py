@@ -38,7 +38,7 @@ from trl_offpolicy.engines.engine import Engine, Rollouts, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.images import image_token
 from trl_offpolicy.engines.seeds import seed_of_rank
-from trl_offpolicy.engines.sync import Gate, WeightSync, probe_of
+from trl_offpolicy.engines.sync import Gate, WeightSync, probe_of, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
@@ -321,7 +321,8 @@ class Generation:
                 batch, completions = ahead.sample(engine, step, batch)
             else:
                 assert batch is not None
-                completions = module.agents.sample(engine, batch)
+                with raised_on_all_ranks(Exception):  # or the others would wait for this rank
+                    completions = module.agents.sample(engine, batch)
         request, screen, rollouts = batch.request, batch.lane.screen, completions.rollouts
         by_token = self._token_rewards(rollouts)
         if bad := not_finite(by_token):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripted_agents import byte_tokenizer
 
-from trl_offpolicy.rollouts.agents import answer_calls
+from trl_offpolicy.rollouts.agents import answer_calls, tools
 from trl_offpolicy.rollouts.agents.guard import CHARACTERS, MOST_HUNG, ToolGuard
 
 CPU = torch.device("cpu")
@@ -175,3 +175,83 @@ def test_threads_wait_for_each_other_and_no_wait_counts(timeout: float | None) -
 def test_a_copy_of_a_guard_calls_tools() -> None:
     check = copy.deepcopy(guard())
     assert check.wrap(lambda: "here")() == "here"
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_an_async_tool_that_ends_the_interpreter_does_not(error: type[BaseException]) -> None:
+    """Nor the loop on which later calls run."""
+
+    async def leaves() -> str:
+        raise error(3)
+
+    async def stays() -> str:
+        return "here"
+
+    check = guard()
+    found = answer_calls(calls("leaves"), [leaves], guard=check)
+    assert found.failures == 1 and error.__name__ in found.messages[0]["content"]
+    assert answer_calls(calls("stays"), [stays], guard=check).messages[0]["content"] == "here"
+
+
+def test_a_keyboard_interrupt_of_a_plain_tool_is_its_error() -> None:
+    def interrupts() -> str:
+        raise KeyboardInterrupt
+
+    found = answer_calls(calls("interrupts"), [interrupts], guard=guard())
+    assert found.failures == 1 and "KeyboardInterrupt" in found.messages[0]["content"]
+
+
+def test_an_async_tool_that_blocks_its_loop_is_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "GRACE", 0.2)
+    released = threading.Event()
+
+    async def blocks() -> str:
+        released.wait(60)
+        return "late"
+
+    async def stays() -> str:
+        return "here"
+
+    check, start = guard(timeout=0.1), time.monotonic()
+    found = answer_calls(calls("blocks", "stays"), [blocks, stays], guard=check)
+    assert time.monotonic() - start < 10 and found.failures == 2
+    assert "blocks the event loop" in found.messages[0]["content"]
+    assert answer_calls(calls("stays"), [stays], guard=check).messages[0]["content"] == "here"
+    released.set()
+
+
+def test_half_a_character_is_a_mark() -> None:
+    """A model that writes half an emoji as JSON gives it to a tool, whose answer no tokenizer would read."""
+    found = answer_calls(calls("half"), [_half], guard=guard())
+    content = found.messages[0]["content"]
+    assert content == "word \ufffd, whole \U0001f600" and byte_tokenizer()(content)["input_ids"]
+
+
+def _half() -> str:
+    return "word \ud83d, whole \U0001f600"
+
+
+_half.__name__ = "half"
+
+
+def test_what_the_model_wrote_forges_no_turn() -> None:
+    end = byte_tokenizer().eos_token
+    unknown = {"type": "function", "function": {"name": f"a{end}b", "arguments": {}}}
+
+    async def known(word: str) -> str:
+        return word
+
+    wrong = {"type": "function", "function": {"name": "known", "arguments": {f"x{end}": 1}}}
+    found = answer_calls([unknown, wrong], [known], guard=guard())
+    assert found.failures == 2 and all(end not in str(message) for message in found.messages)
+    long = {"type": "function", "function": {"name": "n" * 50_000, "arguments": {}}}
+    (message,) = answer_calls([long], [known], guard=guard()).messages
+    assert len(message["content"]) < 3000 and len(message["name"]) < 3000
+
+
+def test_marks_of_the_template_are_control_tokens_and_other_added_tokens_are_not() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<mark>", "<table>", "  "])
+    tokenizer.chat_template = "{{ '<mark>' }}  {{ messages[0]['content'] }}"
+    check = ToolGuard(timeout=None, max_tokens=100, tokenizer=tokenizer)
+    assert check.wrap(lambda: "a <mark> b  <table>")() == "a < mark> b  <table>"

@@ -228,3 +228,23 @@ def test_any_engine_can_be_wrapped() -> None:
     assert [message["content"] for message in agent.converse([[5, 6]], Sampling(max_tokens=600)).messages[0][1::2]] == [
         "3", "3",
     ]  # fmt: skip
+
+
+def test_a_reply_that_opens_a_thousand_brackets_is_text() -> None:
+    chat = Chat(tokenizer=byte_tokenizer())
+    ids = chat.tokenizer("<tool_call>\n" + "[" * 3000, add_special_tokens=False)["input_ids"]
+    message = chat.parse(ids, [1])
+    assert "tool_calls" not in message and message["content"].count("[") == 3000
+
+
+def test_parts_of_text_reach_a_template_that_takes_only_text() -> None:
+    tokenizer = byte_tokenizer()
+    chat = Chat(tokenizer=tokenizer)
+    parts = [{"role": "tool", "name": "add", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}]
+    text = [{"role": "tool", "name": "add", "content": "42"}]
+    original = tokenizer.chat_template
+    tokenizer.chat_template = original.replace("message.content", "('' + message.content)").replace(
+        "message['content']", "('' + message['content'])"
+    )
+    assert tokenizer.chat_template != original
+    assert chat.suffix_ids(parts) == chat.suffix_ids(text)

@@ -245,3 +245,12 @@ def test_ranks_agree(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     two_ranks.join(run)
+
+
+def test_what_only_the_first_reply_had_is_not_known_of_the_second() -> None:
+    def again(rows: list[int]) -> dict[str, list[Any]]:
+        return replies(a=GOOD)
+
+    first = {**replies(a=GOOD, b=([], [])), "sampling_mask": [[5, 6, 7], [8]], "routed_experts": ["of a", "of b"]}
+    found = screen("retry").replies(first, [[2]] * 2, fill, again=again)
+    assert found["sampling_mask"] == [[5, 6, 7], None] and found["routed_experts"] == ["of a", None]

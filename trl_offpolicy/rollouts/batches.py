@@ -276,7 +276,10 @@ def oldest_versions(batch: PolicyBatch) -> Tensor | None:
     versions = batch.policy_versions
     if versions is None or not versions_by_token(batch):
         return versions
-    return torch.where(batch.mask, versions, versions[:, -1:]).amin(-1)
+    assert versions is not None
+    newest = torch.iinfo(versions.dtype).max
+    of_tokens = torch.where(batch.mask, versions, newest).amin(-1)
+    return torch.where(batch.mask.any(-1), of_tokens, versions[:, -1])
 
 
 def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:

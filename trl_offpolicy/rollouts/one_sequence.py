@@ -167,6 +167,22 @@ def learn_rows(kind: str) -> None:
         ALL_ATTENTION_FUNCTIONS[kind] = _WithRows(known)
 
 
+def _eager_of(module: nn.Module) -> Attention:
+    """A layer's own eager attention, which is not in the table: that of its class's module, or of one that it extends.
+
+    Raises:
+        ValueError: none of them has one.
+    """
+    for cls in type(module).__mro__:
+        if (found := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)) is not None:
+            own: Attention = found
+            return own
+    raise ValueError(
+        f"attn_implementation must be sdpa for share_prefix, but got eager, of which {type(module).__name__} has no "
+        "function eager_attention_forward."
+    )
+
+
 class _WithRows:
     """An attention function that sees a sequence as rows if it gets them.
 
@@ -187,8 +203,7 @@ class _WithRows:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """``query``, ``key``, ``value`` (1, heads, N, D) to (1, N, heads, D), if there are rows."""
-        # eager attention is not in the table: each model has its own
-        attend = self._original or sys.modules[type(module).__module__].eager_attention_forward
+        attend = self._original or _eager_of(module)
         rows: Rows | None = kwargs.pop(ARGUMENT, None)
         if rows is None:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)

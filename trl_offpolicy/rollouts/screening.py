@@ -163,6 +163,10 @@ def _filled(values: Tensor, rows: Sequence[int], value: float) -> Tensor:
     return values
 
 
+_MAY_BE_UNKNOWN = ("routed_experts", "sampling_mask")
+"""Columns of rollouts that need not be known of every reply."""
+
+
 class Screen:
     """Checks the replies of one trainer.
 
@@ -221,8 +225,10 @@ class Screen:
             rows = sorted(faults)
             fresh = again(rows)
             self._retried += len(rows)
-            for name in columns.keys() & fresh.keys():
-                for row, value in zip(rows, fresh[name], strict=True):
+            # What the first reply had and this one lacks belongs to other tokens, and is not known of these.
+            lost = {name: [None] * len(rows) for name in _MAY_BE_UNKNOWN if name not in fresh}
+            for name, values in {**lost, **fresh}.items():
+                for row, value in zip(rows, values, strict=True) if name in columns else ():
                     columns[name][row] = value
             faults = self._faults(columns, rows)
         for row, why in faults.items():

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import trl_offpolicy as op
+from trl_offpolicy.rollouts.batches import oldest_versions
 from trl_offpolicy.rollouts.replay import PaddedGroups, ReplayGroup, Response, pad_groups, replayed_batch
+from trl_offpolicy.rollouts.replay.mixing import _joined
+from trl_offpolicy.types import PolicyBatch
 
 LONG = Response(
     completion_ids=(4, 5, 6), sampling_logps=(-1.0, -2.0, -3.0), policy_versions=(2, 2, 3),
@@ -86,3 +89,16 @@ def test_mistakes_are_named() -> None:
         batch_of(weights=[1.0])
     with pytest.raises(ValueError, match="at least one group"):
         pad_groups([], pad_token_id=0)
+
+
+def test_joined_versions_repeat_the_last_one_and_the_oldest_is_of_the_tokens() -> None:
+    fresh, replayed = torch.tensor([[10, 10, 10]]), torch.tensor([[2, 2, 3, 3, 4]])
+    joined = _joined("policy_versions", fresh, replayed)
+    assert joined.tolist() == [[10, 10, 10, 10, 10], [2, 2, 3, 3, 4]]
+
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    versions = torch.tensor([[10, 9, 10, 0, 0], [2, 5, 3, 6, 4], [1, 1, 1, 1, 7]])
+    batch = PolicyBatch(
+        per_token_logps=-torch.ones(3, 5), completion_mask=mask, advantages=torch.zeros(3), policy_versions=versions
+    )
+    assert oldest_versions(batch).tolist() == [9, 3, 7]  # type: ignore[union-attr]

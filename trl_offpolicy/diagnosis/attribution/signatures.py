@@ -246,9 +246,7 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
         text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
         return Signature("misalignment", 1.0, text)
     if f.above_zero > limits.above_zero:
-        text = (
-            f"{f.above_zero:.0%} of the engine's numbers are above 0: logits, or scores that are not normalised"
-        )
+        text = f"{f.above_zero:.0%} of the engine's numbers are above 0: logits, or scores that are not normalised"
         return Signature("misalignment", 1.0, text)
     if f.scatter < limits.constant and not _may_be_kept_mass(f, limits):
         return Signature("misalignment", 1.0, "all log-probs differ by the same number (another normaliser?)")

@@ -95,7 +95,10 @@ class Chat:
         """
         before = _conversation(answers[0]["name"])
         prefix = self._rendered(before)
-        whole = self._rendered([*before, *answers], add_generation_prompt=True)
+        try:
+            whole = self._rendered([*before, *answers], add_generation_prompt=True)
+        except TypeError:  # a template that takes only text
+            whole = self._rendered([*before, *map(_as_text, answers)], add_generation_prompt=True)
         # a template may write a line end after the end token, which the model does not sample
         ends = [i for i, token in enumerate(prefix) if token == self.tokenizer.eos_token_id]
         prefix = prefix[: ends[-1] + 1] if ends else prefix
@@ -159,7 +162,7 @@ class Chat:
             message["content"] = message["content"] or ""
             if message.get("tool_calls") is not None:
                 _check_calls(message["tool_calls"])
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):  # the last one of a reply that opens a thousand brackets
             return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         return dict(message)
 
@@ -198,6 +201,14 @@ _NOT_PRESERVING = (
     "again, but the tokenizer's does not. Give chat_template (a text or a file). "
     + _KNOWN_MODELS.format("get_training_chat_template(tokenizer)")
 )
+
+
+def _as_text(answer: Message) -> Message:
+    """A tool's answer whose parts are all text as one text."""
+    parts = answer["content"]
+    if isinstance(parts, str) or not all(isinstance(part.get("text"), str) for part in parts):
+        return dict(answer)
+    return {**answer, "content": "".join(part["text"] for part in parts)}
 
 
 def _conversation(name: str, arguments: Mapping[str, Any] | None = None) -> list[Message]:

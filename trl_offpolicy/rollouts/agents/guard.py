@@ -112,7 +112,7 @@ class ToolGuard:
 
             @functools.wraps(tool)
             async def later(*args: Any, **kwargs: Any) -> Any:
-                return await self._awaited(tool(*args, **kwargs))
+                return await self._awaited(functools.partial(tool, *args, **kwargs))
 
             return later
 
@@ -173,9 +173,9 @@ class ToolGuard:
         finally:
             self._inside.discard(here)
 
-    async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def _awaited(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
-            found = await asyncio.wait_for(coroutine, self.timeout)
+            found = await asyncio.wait_for(_contained(begin), self.timeout)
         except TimeoutError:
             self._count(1)
             return self._answer(lambda: _raise(ToolError(f"no answer within {self.timeout} s.")))
@@ -210,8 +210,12 @@ class ToolGuard:
         bounded = self._bounded(said)
         return found if bounded == said else bounded
 
+    def bounded(self, text: str) -> str:
+        """A text that is no tool's answer, such as a name that the model wrote, within the same bounds."""
+        return self._bounded(text, count=False)
+
     def _bounded(self, text: str, *, count: bool = True) -> str:
-        cut = text
+        text = cut = _encodable(text)
         if len(text) > self.longest:
             cut = f"{text[: self.longest]} ... (cut: the answer has {len(text)} characters)"
         apart = cut if self._control is None else self._control.sub(lambda one: f"{one[0][0]} {one[0][1:]}", cut)
@@ -225,11 +229,39 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
+async def _contained(begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """What an async tool gives. What would end the thread of the loop, and every later call with it, is its error."""
+    try:
+        return await begin()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ToolError(f"{type(error).__name__}: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the time is over
+            raise
+        raise ToolError("CancelledError: the tool was cancelled") from error
+
+
+def _encodable(text: str) -> str:
+    """The text with a mark in place of each half of a character, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """The texts that a tokenizer reads as special tokens; None if there is none."""
+    """The texts that a tokenizer reads as control tokens; None if there is none.
+
+    They are its special tokens, and of the others that were added those with which the chat template marks something,
+    as <tool_call> of Qwen. Added words, spaces and HTML stay what they are.
+    """
     named = list(getattr(tokenizer, "all_special_tokens", ()))
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {*named, *(token.content for token in added if token.special)}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    marks = (token.content for token in added if re.search(r"[<\[|]", token.content) and token.content in template)
+    texts = {*named, *(token.content for token in added if token.special), *marks}
     texts = {text for text in texts if len(text) > 1}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
@@ -253,7 +285,9 @@ class _Worker:
             function, future = self._calls.get()
             try:
                 found, error = function(), None
-            except BaseException as raised:
+            except Exception as raised:
                 found, error = None, raised
+            except BaseException as raised:  # of the tool: in the trainer's thread it would end the run
+                found, error = None, ToolError(f"{type(raised).__name__}: {raised}")
             self.busy = False
             future.set_result(found) if error is None else future.set_exception(error)

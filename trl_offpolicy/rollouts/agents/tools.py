@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trl_offpolicy.rollouts.agents.background import run_in_background
-from trl_offpolicy.rollouts.agents.guard import ToolGuard
+from trl_offpolicy.rollouts.agents.guard import ToolError, ToolGuard
 
 Tool = Callable[..., Any]
 Message = dict[str, Any]
+
+
+GRACE = 5.0
+"""Seconds beyond a tool's own time after which the loop of async tools counts as blocked by one of them."""
 
 
 class Answers(NamedTuple):
@@ -58,26 +62,34 @@ def answer_calls(
         guard: bounds their time and answers; None = nothing does.
     """
     named = {tool.__name__: tool if guard is None else guard.wrap(tool) for tool in tools}
+    shown = (lambda text: text) if guard is None else guard.bounded  # what the model wrote may hold control tokens
     results: list[tuple[str, Any]] = []
     waiting: list[tuple[str, Any]] = []
     for call in calls:
-        name, answer = _call(call, named)
+        name, answer = _call(call, named, shown)
         (waiting if inspect.iscoroutine(answer) else results).append((name, answer))
     if waiting:
-        answers = run_in_background(_together([answer for _, answer in waiting]))
+        limit = None if guard is None or guard.timeout is None else guard.timeout + GRACE
+        try:
+            answers = run_in_background(_together([answer for _, answer in waiting]), timeout=limit)
+        except TimeoutError:
+            answers = [ToolError("no answer: an async tool blocks the event loop that all of them share.")] * len(
+                waiting
+            )
         results += [(name, answer) for (name, _), answer in zip(waiting, answers, strict=True)]
     failures = sum(isinstance(answer, Exception) for _, answer in results)
-    return Answers([_message(name, answer) for name, answer in results], len(calls), failures)
+    return Answers([_message(shown(name), answer) for name, answer in results], len(calls), failures)
 
 
-def _call(call: Mapping[str, Any], tools: Mapping[str, Tool]) -> tuple[str, Any]:
-    """(name, result, coroutine or error) of one call."""
+def _call(call: Mapping[str, Any], tools: Mapping[str, Tool], shown: Callable[[str], str]) -> tuple[str, Any]:
+    """(name, result, coroutine or error) of one call. ``shown`` bounds what the model wrote."""
     if call.get("type") != "function":
-        return call.get("name", "unknown"), ValueError(f"Unsupported tool call type: {call.get('type')}")
+        kind = shown(str(call.get("type")))
+        return str(call.get("name", "unknown")), ValueError(f"Unsupported tool call type: {kind}")
     function = call["function"]
     name = function["name"]
     if name not in tools:
-        return name, ValueError(f"Tool {name} not found.")
+        return name, ValueError(f"Tool {shown(name)} not found.")
     try:
         return name, tools[name](**function["arguments"])
     except Exception as error:

@@ -191,6 +191,8 @@ def _joined(name: str, fresh: Tensor, replayed: Tensor) -> Tensor:
 
     def widened(one: Tensor) -> Tensor:
         more = length - one.shape[1]
+        if name == "policy_versions":  # padding repeats a row's last version
+            return torch.cat([one, one[:, -1:].expand(-1, more)], dim=1)
         return pad(one, (more, 0) if name in _LEFT else (0, more))
 
     return torch.cat([widened(fresh), widened(replayed.to(fresh.dtype))])
