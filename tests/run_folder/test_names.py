@@ -305,6 +305,7 @@ def _skyrl() -> list[Case]:
             float((product > CAP).float().mean()),
             *_of(whole, "weight/truncated_fraction"),
         ),
+        Case("policy/policy_entropy", b.mean(b.entropies), *_of(token, "loss/entropy")),
         Case("generate/avg_assistant_tokens", b.length, *_of(token, length)),
         Case("generate/avg_num_tokens", b.length, *_of(token, length)),
     ]

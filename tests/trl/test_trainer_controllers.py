@@ -197,7 +197,7 @@ def test_interpolation_has_no_forward_of_its_own(build: Build, monkeypatch: pyte
         torch.testing.assert_close(actual, clipped(batch, share * whole), rtol=1e-4, atol=1e-5)
         assert lag == 0 or (share * whole)[batch.mask].abs().max() > 0.05
     rows = records(trainer)
-    # Of later passes the old policy is not known: a mismatch of 0, with a correlation of 0, would read as a broken engine.
+    # Of later passes the old policy is not known: a correlation of 0 over nothing would read as a broken engine.
     assert [row.get("offpolicy/mismatch/logp_diff_max", 0) > 0 for row in rows] == [True, False, False, False]
     assert ["offpolicy/mismatch/kl_k3" in row for row in rows] == [True, False, False, False]
     assert all(row["offpolicy/total/logp_diff_max"] > 0.05 for row in rows)

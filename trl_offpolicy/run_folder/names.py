@@ -152,6 +152,9 @@ _SKYRL = {
     "generate/avg_assistant_tokens": (Name("rollout/response_length_mean"),),
     "generate/avg_num_tokens": (Name("rollout/response_length_mean", without="generate/avg_assistant_tokens"),),
     "reward/avg_raw_reward": (Name("reward"),),
+    "policy/policy_entropy": (Name("loss/entropy"),),
+    "policy/grad_norm": (Name("grad_norm"),),
+    "policy/raw_grad_norm": (Name("grad_norm", without="policy/grad_norm"),),
 }
 _SLIME = {
     **{f"train/mis_{theirs}": (Name(f"mismatch/{ours}"),) for theirs, ours in _MISMATCH.items()},

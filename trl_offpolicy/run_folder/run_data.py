@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -135,10 +135,10 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     )
 
 
-_MUST_BE_FINITE = (
-    *("grad_norm", "actor/grad_norm", "policy/grad_norm", "train/grad_norm"),
-    *("loss", "actor/pg_loss", "policy/final_loss", "train/loss"),
-)
+_NORMS = ("grad_norm", "actor/grad_norm", "policy/grad_norm", "train/grad_norm")
+_MUST_BE_FINITE = (*_NORMS, "loss", "actor/pg_loss", "policy/final_loss", "train/loss")
+_OF_WEIGHTS = ("loss", "pg_loss", "final_loss", "entropy", "entropy_loss", "policy_entropy", "kl_k3", "k3_kl")
+"""Last parts of names of numbers that are NaN where the weights are."""
 _TOLD = ("kl_k3", "k3_kl", "/kl", "kl_k1", "logp_diff_mean", "logp_difference/mean", "reward", "score/mean")
 """Ends of names of numbers that are told to be no number in some steps."""
 LASTING = 3
@@ -150,7 +150,16 @@ def _broken(rows: Mapping[int, dict[str, float]]) -> tuple[str, int] | None:
     ordered = [rows[step] for step in sorted(rows)]
     since = not_finite(ordered, _MUST_BE_FINITE)
     lasting = {name: step for name, step in since.items() if sum(row[STEP] >= step for row in ordered) >= LASTING}
+    # Where only the gradient norm is no number, the updates are skipped, and what the other numbers say counts.
+    lasting = {name: step for name, step in lasting.items() if name not in _NORMS or not _goes_on(ordered, step)}
     return min(lasting.items(), key=lambda one: one[1], default=None)
+
+
+def _goes_on(ordered: Sequence[Mapping[str, float]], since: int) -> bool:
+    """Whether a number that the weights would spoil is finite in some rows from that step on."""
+    rows = [row for row in ordered if row[STEP] >= since]
+    known = [any(key.rpartition("/")[2] in _OF_WEIGHTS and math.isfinite(row[key]) for key in row) for row in rows]
+    return sum(known) >= LASTING
 
 
 def _why_none(stepless: Mapping[str, Any]) -> str:
@@ -195,15 +204,27 @@ def metrics_file(run_dir: str | Path) -> Path:
         raise FileNotFoundError(f"run_dir must be an existing folder or log file, but got {path}.")
     if (path / METRICS_FILE).is_file():
         return path / METRICS_FILE
-    # a stock transformers run has its log only in the checkpoints; the newest one holds all of it
-    states = sorted(path.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
-    if states:
-        return states[-1]
+    # A stock transformers run has its log only in the checkpoints. The last one holds all of it; times of files do not
+    # tell which it is, since copies change them.
+    if states := list(path.glob(f"**/{STATE_FILE}")):
+        runs = sorted({str(found.parent.parent if found.parent != path else path) for found in states})
+        if len(runs) > 1:
+            raise FileNotFoundError(f"run_dir must hold one run, but got checkpoints of several: {', '.join(runs)}.")
+        return max(states, key=lambda found: (_steps_of(found), found.stat().st_mtime))
     others = sorted(path.glob("*.jsonl"))
     if len(others) == 1:
         return others[0]
     got = f"{path} with {', '.join(one.name for one in others)}" if others else str(path)
     raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
+
+
+def _steps_of(state: Path) -> int:
+    """``global_step`` of a trainer's state; -1 = it cannot be read."""
+    try:
+        step = json.loads(state.read_text(encoding="utf-8", errors="replace")).get("global_step")
+    except (OSError, ValueError, AttributeError):
+        return -1
+    return step if isinstance(step, int) else -1
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def _line(cells: Any) -> str:
 def _verdict(seen: Examination) -> str:
     found = seen.diagnosis
     lines = ["### Diagnosis", "", f"Verdict over the last logged steps: **{found.verdict}**."]
+    lines += [f"- {found.no_number()}."] if found.broken is not None else []
     lines += [f"- {one.about.title} ({one.severity}): {one.symptom}" for one in found.findings]
     return "\n".join(lines)
 

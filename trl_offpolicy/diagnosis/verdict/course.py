@@ -77,7 +77,8 @@ def course(rows: Sequence[Row], window: int, found: Readings, thresholds: Thresh
     if entropy and "collapse/reward_fall" in rewards:
         rewards["collapse/entropy_rise"] = entropy["fallen/entropy"]  # of a run that still learns it is exploration
     growth = _lengths(rows, thresholds) | _gradients(rows, window) | _mismatch(rows, window, thresholds)
-    return rewards | entropy | growth | _signal(rows, window)
+    known = any(name in found for name in _DISTANCES) and "loss/clip_region_fraction" in found
+    return rewards | entropy | growth | _signal(rows, window) | {"known/distances": float(known)}
 
 
 class _Mean(NamedTuple):
@@ -143,6 +144,7 @@ def _signal(rows: Sequence[Row], window: int) -> dict[str, float]:
 
     - ``still/gradient``: share of them whose gradient norm is 0;
     - ``still/rewards``: share of their groups with equal rewards, whose advantages are 0;
+    - ``still/advantages``: share of them whose advantages are all 0, as verl and SkyRL log them;
     - ``gained/reward``: their reward less that of the first rows: a task that is solved has nothing left either.
     """
     last, found = rows[-window:], dict[str, float]()
@@ -151,12 +153,24 @@ def _signal(rows: Sequence[Row], window: int) -> dict[str, float]:
         found["still/gradient"] = sum(norm == 0 for norm in norms) / len(norms)
     if len(equal) >= FEWEST:
         found["still/rewards"] = mean(equal)
+    sizes = [size for size in map(_advantage_size, last) if size is not None]
+    if len(sizes) >= FEWEST:
+        found["still/advantages"] = sum(size == 0 for size in sizes) / len(sizes)
     rewards = values_of(rows, "reward")
     if len(rewards) >= 2 * FEWEST:
         first, now = rewards[:FEWEST], rewards[-FEWEST:]
         found["gained/reward"] = mean(now) - mean(first)
         found[f"gained/reward{INTERVAL}"] = math.hypot(scatter(first) or 0.0, scatter(now) or 0.0)
     return found
+
+
+def _advantage_size(row: Row) -> float | None:
+    """The largest |advantage| of a step, or the mean one; None = not logged."""
+    for names in (("critic/advantages/max", "critic/advantages/min"), ("loss/avg_raw_advantages_abs",)):
+        values = [row[name] for name in names if math.isfinite(row.get(name, math.nan))]
+        if len(values) == len(names):
+            return max(map(abs, values))
+    return None
 
 
 def _entropy(rows: Sequence[Row], window: int) -> dict[str, float]:
@@ -198,8 +212,9 @@ def _lengths(rows: Sequence[Row], thresholds: Thresholds) -> dict[str, float]:
     if len(lengths) >= 2 * _SIDE and (longest := _means(lengths[:-_SIDE], _SIDE).max()) > 0:
         extra["collapse/length_left"] = median(value for _, value in lengths[-_SIDE:]) / float(longest)
     if cut is not None:
-        noise = math.hypot(cut[0].half_width, cut[1].half_width)
-        extra |= {"growth/cut": cut[1].value - cut[0].value, f"growth/cut{INTERVAL}": noise}
+        share = _of_window(_of_first(rows, CUT), cut[0].place, cut[1].place, thresholds)
+        noise = share * math.hypot(cut[0].half_width, cut[1].half_width)
+        extra |= {"growth/cut": share * (cut[1].value - cut[0].value), f"growth/cut{INTERVAL}": noise}
     return extra
 
 
@@ -220,7 +235,9 @@ def _surge_of(lengths: Sequence[tuple[float, float]], thresholds: Thresholds, mo
     if ratio > 1 and now.value <= earlier.max():
         return {"rollout/length_surge": 1.0}
     noise = math.hypot(before.half_width / before.value, now.half_width / max(now.value, 1e-9))
-    return {"rollout/length_surge": ratio, f"rollout/length_surge{INTERVAL}": ratio * noise}
+    share = _of_window(lengths, before.place, now.place, thresholds)
+    grown = ratio**share
+    return {"rollout/length_surge": grown, f"rollout/length_surge{INTERVAL}": share * grown * noise}
 
 
 def _means(values: Sequence[tuple[float, float]], size: int) -> NDArray[np.floating[Any]]:
@@ -261,6 +278,12 @@ def _parts(
     first = min(next(i for i, (step, _) in enumerate(values) if step >= start), len(values) - 2 * size)
     before, now = ([value for _, value in part] for part in (values[first : first + size], values[-size:]))
     return first, before, now
+
+
+def _of_window(values: Sequence[tuple[float, float]], before: int, now: int, thresholds: Thresholds) -> float:
+    """``length_window`` over the steps between two parts, at most 1: few logged rows may lie farther apart."""
+    apart = values[now][0] - values[before][0]
+    return min(1.0, thresholds.length_window / apart) if apart > 0 else 1.0
 
 
 def _learning(rows: Sequence[Row], window: int, thresholds: Thresholds) -> dict[str, float]:

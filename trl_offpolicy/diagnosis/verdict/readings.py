@@ -19,9 +19,13 @@ from trl_offpolicy.run_folder.run_data import LASTING
 from trl_offpolicy.stats import PREFIX
 
 _QUANTILE = 0.1
+_SMALL_PROBABILITY = 0.01
+"""Mean difference of a token's probabilities that rounding may make."""
 _FARTHER = 1.5
 """Times ``logp_diff_outlier`` (then a factor of 1000) from which on one token is no chance, however near the others."""
 _RATIOS = ("mismatch", "staleness", "total")
+_FIRST = 10
+"""Steps of a run in which mixed precision may still look for its loss scale."""
 _LARGEST = 20.0
 """As everywhere, ratios are clamped at e^20."""
 
@@ -44,6 +48,7 @@ _DERIVED_WORDS = {
     "learning": "mean of {steps} steps less that of 100 steps before",
     "gained": "mean of the last five steps less that of the first five",
     "still/gradient": "share of {steps} steps",
+    "still/advantages": "share of {steps} steps",
     "lost": "of {steps} steps",
 }
 
@@ -78,7 +83,7 @@ def read(rows: Sequence[Row], window: int, thresholds: Thresholds) -> Readings:
         if not name.endswith(INTERVAL) and values:
             found |= _statistics(last, name, values, logged)
     found |= _distances(found, last, thresholds)
-    found |= _weights(found, last) | _halves(last) | _lags(found) | _reward_gap(last) | _lost(last)
+    found |= _weights(found, last) | _halves(last) | _lags(found, last) | _reward_gap(last) | _lost(last)
     everything = found | course(rows, window, found, thresholds)
     return {name: value for name, value in everything.items() if math.isfinite(value)}
 
@@ -88,6 +93,7 @@ _LOST = {
         f"{PREFIX}{group}/{name}" for group in ("mismatch", "total") for name in ("kl_k3", "kl_k1", "logp_diff_mean")
     ),
     "lost/reward": ("reward",),
+    "lost/gradient": ("grad_norm",),
 }
 
 
@@ -101,8 +107,10 @@ def _lost(last: Sequence[Row]) -> dict[str, float]:
         for name, since in not_finite(last, names).items():
             steps = [row["step"] for row in last if name in row]
             lost = sum(step >= since for step in steps)
+            begins = name == "grad_norm" and lost == len(steps) <= _FIRST
+            key = "lost/first_gradients" if begins else reading
             if lost >= LASTING or 1 < lost == len(steps):
-                found[reading] = max(float(lost), found.get(reading, 0.0))
+                found[key] = max(float(lost), found.get(key, 0.0))
     return found
 
 
@@ -149,6 +157,7 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
     if found.get("rollout/version_lag_mean", 0.0) > 0 and "total/kl_k3" in found:
         extra["lagged/kl_k3"] = found["total/kl_k3"]
         extra |= _interval_of(found, "total/kl_k3", "lagged/kl_k3")
+    extra |= _undivided(found)
     variation = next((name for name in ("total/tv", "mismatch/tv") if name in found), None)
     if variation is not None:
         extra["drift/tv"] = found[variation]
@@ -160,7 +169,13 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
     # other frameworks log no KL: how far the tokens are apart on average, rounding may explain
     small = found.get("mismatch/logp_diff_mean", math.inf) <= thresholds.logp_diff_small
     small &= found.get("mismatch/logp_diff_max", 0.0) <= _FARTHER * thresholds.logp_diff_outlier
-    lone = small and "mismatch/kl_k3" not in found
+    # or only probabilities, as verl does
+    of_probabilities = (
+        found.get("mismatch/prob_diff_mean", math.inf) <= _SMALL_PROBABILITY
+        and found.get("mismatch/prob_pearson", -math.inf) >= thresholds.pearson_healthy
+        and "mismatch/logp_diff_mean" not in found
+    )
+    lone = (small or of_probabilities) and "mismatch/kl_k3" not in found
     for name in ("mismatch/prob_diff_max", "mismatch/logp_diff_max"):
         if name in found:
             extra[f"{'close' if healthy else 'lone' if lone else 'open'}/{name}"] = found[name]
@@ -171,6 +186,25 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
         k1 = [row[key] + row.get(f"{key}{INTERVAL}", 0.0) for row in last if math.isfinite(row.get(key, math.nan))]
         if len(k1) >= FEWEST:
             extra[f"negative/{group}/kl_k1"] = sum(value < -thresholds.k1_negative for value in k1) / len(k1)
+    return extra
+
+
+def _undivided(found: Readings) -> dict[str, float]:
+    """``equal/*``, ``undivided/*``: current/sampling where nothing tells how much of it is the engine's.
+
+    Of rollouts that the current weights sampled all of it is; where no lag is logged, it may be either.
+    """
+    apart = ("mismatch/", "staleness/", "alone/mismatch/", "atleast/mismatch/", "alone/staleness/")
+    if any(name.startswith(apart) for name in found):
+        return {}
+    lag = found.get("rollout/version_lag_max", found.get("rollout/version_lag_mean"))
+    if lag is not None and lag > 0:
+        return {}
+    group, extra = "undivided" if lag is None else "equal", dict[str, float]()
+    for metric in ("kl_k3", "prob_pearson"):
+        if f"total/{metric}" in found:
+            extra[f"{group}/{metric}"] = found[f"total/{metric}"]
+            extra |= _interval_of(found, f"total/{metric}", f"{group}/{metric}")
     return extra
 
 
@@ -259,19 +293,21 @@ def _halves(last: Sequence[Row]) -> dict[str, float]:
     return extra
 
 
-def _lags(found: Readings) -> dict[str, float]:
+def _lags(found: Readings, last: Sequence[Row]) -> dict[str, float]:
     """``queue/version_lag``: steps by which even the freshest rollouts are late; without it 2 mean = max.
 
     Several optimizer steps on one generation have lags 0 to S - 1, and their mean is half their maximum. A queue adds
-    its own lag to both.
+    its own lag to both. Of each step by itself, so that one old response hides no queue of the others.
     """
-    mean, oldest = found.get("rollout/version_lag_mean"), found.get("rollout/version_lag_max")
-    if mean is None or oldest is None:
+    pairs = [[row.get(f"{PREFIX}rollout/version_lag_{end}", math.nan) for end in ("mean", "max")] for row in last]
+    queues = [max(2 * usual - oldest, 0.0) for usual, oldest in pairs if math.isfinite(usual + oldest)]
+    if not queues:
         return {}
-    queue = max(2 * mean - oldest, 0.0)
+    queue, half_width = mean(queues), scatter(queues)
     extra = {"queue/version_lag": queue}
     if not any(name.startswith(("weight_applied/", "keep/")) for name in found):
         extra["uncorrected/version_lag"] = queue
+        extra |= {} if half_width is None else {f"uncorrected/version_lag{INTERVAL}": half_width}
     if queue > 0 and "gradient/cosine_previous" in found:
         extra["late/gradient_cosine"] = found["gradient/cosine_previous"]
         extra |= _interval_of(found, "gradient/cosine_previous", "late/gradient_cosine")

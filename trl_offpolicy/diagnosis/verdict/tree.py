@@ -33,6 +33,8 @@ half-width of the 95 % interval of that value. Beside the logged ones there are 
   ``capped/weight_mean``: the same after cap and masks, where only that was logged;
 - ``close/<metric>``: a maximum over tokens where KL k3 and correlation are known to be healthy, ``lone/<metric>``:
   where only a small mean |log-ratio| is, else ``open/<metric>``;
+- ``equal/<metric>``: of current/sampling at version lag 0, ``undivided/<metric>``: where neither lag nor the old policy
+  was logged; ``known/distances``: 1 if a distance and the clipping were logged;
 - ``queue/version_lag``: lag beyond that of several steps on one generation; ``uncorrected/version_lag``: the same, only
   where nothing is weighted or dropped; ``late/gradient_cosine``: the cosine, only under such a lag;
 - ``growth/gradient_noise``: over what it was; ``weighted/gradient_noise``: over what it was without weights;
@@ -130,6 +132,12 @@ _ENGINE = (
     Symptom(_KL, ">", "kl_high", "KL k3 at equal weights"),
     Symptom("alone/mismatch/kl_k1", ">", "kl_high", "KL k1 at equal weights"),
     Symptom("atleast/mismatch/kl_k3", ">", "kl_high", "KL k3 at equal weights, at least"),
+    Symptom("equal/kl_k3", ">", "kl_high", "KL k3 of current/sampling at version lag 0"),
+    Symptom("equal/prob_pearson", "<", "pearson_broken", "correlation of the two probabilities at version lag 0"),
+)
+_UNDIVIDED = (
+    Symptom("undivided/kl_k3", ">", "kl_high", "KL k3 of current/sampling, of rollouts whose age was not logged"),
+    Symptom("undivided/prob_pearson", "<", "pearson_broken", "correlation of the two probabilities, of any age"),
 )
 _ENGINE_FAR = (
     Symptom("mismatch/log_ppl_diff", ">", "log_ppl_high", "log perplexity ratio"),
@@ -143,6 +151,8 @@ _ENGINE_NEAR = (
     Symptom(_KL, ">", "kl_healthy", "KL k3 at equal weights"),
     Symptom("alone/mismatch/kl_k1", ">", "kl_healthy", "KL k1 at equal weights"),
     Symptom("atleast/mismatch/kl_k3", ">", "kl_healthy", "KL k3 at equal weights, at least"),
+    Symptom("equal/kl_k3", ">", "kl_healthy", "KL k3 of current/sampling at version lag 0"),
+    Symptom("equal/prob_pearson", "<", "pearson_healthy", "correlation of the two probabilities at version lag 0"),
     Symptom("mismatch/ppl_ratio", "<", "ppl_ratio_low", "perplexity ratio, which chance puts above 1"),
     Symptom("negative/mismatch/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
     Symptom("negative/staleness/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
@@ -167,13 +177,24 @@ _ENTROPY = Symptom("measured/entropy", "<", "entropy_low", "entropy of the next 
 _ENTROPY_FELL = Symptom("fallen/entropy", "<", "entropy_fallen", "over that of the start")
 _ENTROPY_LOST = replace(_ENTROPY_FELL, threshold="entropy_lost")
 _ENTROPY_FALLS = Symptom("falling/loss/entropy", "<", "entropy_falling", "its last half over its first half")
+_ENTROPY_GOES = (_ENTROPY_LOST, _ENTROPY_FALLS)
+_CLOSE = (
+    Symptom(_KL, "<", "kl_healthy", "KL k3 of engine and trainer"),
+    Symptom("total/kl_k3", "<", "kl_healthy", "KL k3 of current/sampling"),
+)
+_NO_ENGINE = (
+    "Engine and trainer agree, so no correction mends it: halve the learning rate, or give the loss an entropy bonus "
+    "(offpolicy: {objective: {entropy_coef: 0.001}}). A task that is solved has a low entropy too: look at the reward."
+)
 _SURGE = Symptom("rollout/length_surge", ">", "length_surge", "response length over that of 100 steps before")
 _CUT = Symptom("growth/cut", ">", "cut_rising", "share of responses cut at the length limit less that of then")
 LEARNS = Symptom("learning/reward_gain", ">", 0.0, "gain of the reward in these steps")
+_KNOWN_SANE = Symptom("known/distances", ">", 0.0, "KL and clipping logged, and healthy")
 _HOLDS = Symptom("holds/reward", ">", 0.0, "reward still at its best")
 _STILL = (
     Symptom("still/gradient", ">", "signal_lost", "share of steps whose gradient norm is 0"),
     Symptom("still/rewards", ">", "signal_lost", "share of groups with equal rewards"),
+    Symptom("still/advantages", ">", "signal_lost", "share of steps whose advantages are all 0"),
 )
 _GAINED = Symptom("gained/reward", ">", 0.0, "gain of the reward since the start")
 _COLLAPSE = (
@@ -187,6 +208,17 @@ _CLIP_RISES = Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "i
 _ENGINE_STEPS = (
     # 1. agreement of rollout and trainer at the same weights
     Step("engine_mismatch", "critical", _ENGINE, unless=(_AT_FLOOR,)),
+    # the engine, or rollouts that are old: the log does not say which
+    Step(
+        "engine_mismatch",
+        "warning",
+        _UNDIVIDED,
+        unless=_ENGINE,
+        instead="Find out first which it is: log the age of the rollouts and the log-probs of the old policy "
+        "(offpolicy/mismatch and staleness of this kit), or compare engine and trainer at one set of weights with "
+        "trl-offpolicy probe. Between equal weights it is the engine's precision or settings; else train on fewer "
+        "steps per generation.",
+    ),
     Step("engine_mismatch", "warning", (*_ENGINE_FAR, replace(_GROWS, threshold=30.0)), unless=(_AT_FLOOR, *_ENGINE)),
     Step(
         "engine_mismatch",
@@ -347,12 +379,36 @@ _LOSS_STEPS = (
         "length_surge",
         "notice",
         (_SURGE, _CUT),
-        all_of=(LEARNS,),
+        all_of=(LEARNS, _KNOWN_SANE),
         instead="Nothing yet: the reward rises with the length, and KL and clipping are healthy. Read some of the "
         "longest responses (a reward can be won by length alone), and raise the length limit if many reach it.",
     ),
-    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_LOST, _ENTROPY_FALLS), unless=(LEARNS,)),
-    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,)),
+    Step(
+        "length_surge",
+        "notice",
+        (_SURGE, _CUT),
+        all_of=(LEARNS,),
+        unless=(_KNOWN_SANE,),
+        instead="The reward rises with the length, which learning does, and a reward that is won by length alone. KL "
+        "and clipping, which would tell, were not logged: log them, and read some of the longest responses.",
+    ),
+    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=_ENTROPY_GOES, unless=(LEARNS, *_CLOSE)),
+    *(
+        Step(
+            "entropy_collapse",
+            "warning",
+            (_ENTROPY,),
+            all_of=(*_ENTROPY_GOES, near),
+            unless=(LEARNS,),
+            instead=_NO_ENGINE,
+        )
+        for near in _CLOSE
+    ),
+    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), unless=_CLOSE),
+    *(
+        Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL, near), instead=_NO_ENGINE)
+        for near in _CLOSE
+    ),
     Step(
         "no_signal",
         "critical",
@@ -360,13 +416,29 @@ _LOSS_STEPS = (
         instead="Call the reward functions on recorded completions (rollouts.parquet): most likely one returns NaN, "
         "or None for all of them. Advantages have no number then, and nothing is learned.",
     ),
+    Step(
+        "no_signal",
+        "critical",
+        (Symptom("lost/gradient", ">", 0.0, "last steps in a row whose gradient norm is NaN or infinite"),),
+        instead="The other numbers are finite, so updates are most likely skipped and the weights stand still: look at "
+        "the loss scale (float16 overflows; bfloat16 does not), at the batches of these steps, and lower the "
+        "learning rate.",
+    ),
+    Step(
+        "no_signal",
+        "notice",
+        (Symptom("lost/first_gradients", ">", 0.0, "first steps, whose gradient norm is NaN or infinite"),),
+        instead="Nothing yet, in float16: its loss scale is found in the first steps, whose updates are skipped. If it "
+        "goes on beyond ten steps, or in another precision, look at these batches and the learning rate.",
+    ),
     Step("no_signal", "warning", _STILL, unless=(_GAINED,)),
     Step(
         "no_signal",
         "notice",
         _STILL,
         all_of=(_GAINED,),
-        instead="Nothing, if the task is solved: end the run, or go on with harder prompts.",
+        instead="Nothing, if the task is solved: end the run, or go on with harder prompts. If nearly all responses "
+        "are still wrong: easier prompts, or more responses per prompt.",
     ),
 )
 
@@ -376,11 +448,7 @@ _ROUNDED_AWAY = Symptom(
     "sync_visible_low",
     "share of the changed weights that the engine's rounding lets through",
 )
-_AGREE = (
-    Symptom(_KL, "<", "kl_healthy", "KL k3 of engine and trainer"),
-    Symptom("total/kl_k3", "<", "kl_healthy", "KL k3 of current/sampling"),
-    _AT_FLOOR,
-)
+_AGREE = (*_CLOSE, _AT_FLOOR)
 _APART = (*_ENGINE, *_ENGINE_FAR, _GROWS)
 SYNC_ROUNDING = (
     Step("sync_rounding", "warning", (_ROUNDED_AWAY,), unless=_AGREE),

@@ -6,6 +6,7 @@ Read at NeMo-RL 7ea279abf, ``examples/configs/grpo_math_1B.yaml`` and ``recipes/
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy.migrate import shared
@@ -18,6 +19,7 @@ from trl_offpolicy.migrate.rules import (
     Source,
     drawn,
     number,
+    one_of,
     optional,
     switch,
     text,
@@ -124,11 +126,7 @@ def _schedule(source: Source) -> Iterable[Found]:
     """Torch's LinearLR, then ConstantLR: a warmup. Megatron's has names of its own."""
     key, megatron = "policy.scheduler", "policy.megatron_cfg.scheduler"
     if _is_megatron(source):
-        style = source.get(f"{megatron}.lr_decay_style")
-        warmup = source.get(f"{megatron}.lr_warmup_iters", 0) or 0
-        keys = source.given(f"{megatron}.lr_decay_style", f"{megatron}.lr_warmup_iters")
-        if style in ("constant", "cosine", "linear"):
-            yield _warmup(keys, style, whole(f"{megatron}.lr_warmup_iters", warmup), _per_step(source))
+        yield from _megatron_schedule(source, megatron)
         yield from shared.left(source, {key: "policy.megatron_cfg.scheduler is read"})
         return
     steps = source.settings.values.get(key)
@@ -142,7 +140,31 @@ def _schedule(source: Source) -> Iterable[Found]:
         yield Left((key,), f"the schedule {names} has no counterpart here; set lr_scheduler_type and warmup_steps")
 
 
-def _warmup(keys: tuple[str, ...], style: str, steps: int, per_step: shared.Steps) -> Found:
+def _megatron_schedule(source: Source, section: str) -> Iterable[Found]:
+    """Megatron's names; a cosine ends at ``min_lr`` of the optimizer."""
+    least = f"{MEGATRON}.min_lr"
+    style, warmup = source.get(f"{section}.lr_decay_style"), source.get(f"{section}.lr_warmup_iters", 0) or 0
+    keys = source.given(f"{section}.lr_decay_style", f"{section}.lr_warmup_iters")
+    floor = number(least, source.get(least) or 0)
+    if style in ("constant", "cosine", "linear"):
+        found = _warmup(keys, style, whole(f"{section}.lr_warmup_iters", warmup), _per_step(source))
+        if style == "cosine" and floor > 0:
+            own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": floor}}
+            found = replace(found, keys=(*keys, *source.given(least)), fields={**found.fields, **own})
+        yield found
+    if not (style == "cosine" and floor > 0):
+        ends = "at the whole rate" if style == "constant" else "at 0"
+        yield from shared.left(source, {least: f"the schedule ends {ends} here"})
+    yield from shared.left(
+        source,
+        {
+            f"{section}.lr_decay_iters": "the schedule ends with the last step here",
+            f"{section}.lr_warmup_init": "the warmup begins at 0 here",
+        },
+    )
+
+
+def _warmup(keys: tuple[str, ...], style: str, steps: int, per_step: shared.Steps) -> Carried:
     name = "constant_with_warmup" if style == "constant" and steps else style
     fields = {"lr_scheduler_type": name, **({"warmup_steps": steps * per_step.number} if steps else {})}
     said = [part for part in (shared.times(per_step), "the warmup begins at 0 here") if part]
@@ -205,9 +227,15 @@ def _engine(source: Source) -> Iterable[Found]:
         why = "" if name == "vllm" else f"{name} there, vLLM here"
         why += "" if mode == "colocate" else f"{'; ' * bool(why)}set vllm_server_base_url"
         yield Carried(source.given(backend, together), {"use_vllm": True, "vllm_mode": mode}, why)
+    precision = f"{VLLM}.precision"
+    if source.has(precision):
+        asked = one_of("bfloat16", "float16", "float32", "auto", "fp8")(precision, source.settings.values[precision])
+        fields = (
+            {"engine.dtype": asked} if asked != "fp8" else {"engine.dtype": "bfloat16", "engine.quantization": "fp8"}
+        )
+        yield Carried((precision,), fields, "" if asked != "fp8" else "no dtype of vLLM: its weights are quantised")
     for key, (argument, convert) in {
         f"{VLLM}.enforce_eager": ("enforce_eager", switch),
-        f"{VLLM}.precision": ("dtype", text),
         f"{VLLM}.kv_cache_dtype": ("kv_cache_dtype", text),
     }.items():
         if source.has(key):
