@@ -1,4 +1,8 @@
-"""A simulated engine in a Lightning module, as in the TRL trainer."""
+"""A simulated engine in a Lightning module, as in the TRL trainer.
+
+That both sides are one policy is read off the mean distance, which is 1e-6 then and above 0.1 otherwise: of thousands of
+numbers one may lie at the edge of a rounding step, and fall to its other side in a batch of another shape.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def test_the_sampling_policy_is_the_engine_and_a_learner_alike_has_a_ratio_of_on
 
     learner = {NAMES[name]: "engine" for name in engine}
     _, _, watch = run(tmp_path / "alike", engine, steps=2, **learner)
-    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+    assert all(row["offpolicy/mismatch/logp_diff_mean"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
 
 
 def test_an_engine_that_is_built_is_repeated_as_well(tmp_path: Path) -> None:
@@ -58,7 +62,7 @@ def test_an_engine_that_is_built_is_repeated_as_well(tmp_path: Path) -> None:
     ours = module(engine, **options)
     trainer(tmp_path, callbacks=[rows, watch], max_steps=2, accumulate_grad_batches=2).fit(ours, data())
     assert ours.generation.reports_logps
-    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+    assert all(row["offpolicy/mismatch/logp_diff_mean"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
     plain = TransformersEngine(lambda: policy, pad_token_id=0, eos_token_ids=[1])
     for option in ("learner_kv_cache", "learner_rounding"):
         with pytest.raises(ValueError, match=rf"must be given with {option} 'engine', but it is absent"):
@@ -102,7 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def test_a_preset_brings_its_part_and_both_sides_are_one_policy(name: str, tmp_path: Path) -> None:
     ours, rows, watch = run(tmp_path, PRESETS[name], steps=2, correction=name)
     batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
-    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+    assert all(row["offpolicy/mismatch/logp_diff_mean"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
     assert float((batch["sampling_per_token_logps"] - logps(tiny_model(), batch))[mask].abs().max()) > 0.01
     assert ours.preset.name == name and (watch.logs[0]["offpolicy/loss/kl"] > 1e-3) == (name == "paper/shadow-mask")
 
