@@ -10,7 +10,7 @@ import torch
 
 from trl_offpolicy.engines import sync as syncing
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
-from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, WeightSync, probe_of
+from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, WeightSync, _portable, probe_of
 from trl_offpolicy.engines.sync_trend import Drift
 from trl_offpolicy.engines.sync_watch import Precision
 
@@ -387,3 +387,15 @@ def test_an_adapter_upon_another_base_is_told_once(kind, held, warned, caplog):
     for version in range(3):
         sync(version, send=send, answer=lambda ids: [[-1.6]], precision=Precision(held))
     assert [record.message.count("Its base weights may be other ones") for record in caplog.records] == [1] * warned
+
+
+class _Awkward(Exception):
+    def __init__(self, status, text):
+        super().__init__(text)
+        self.status = status
+
+
+def test_an_error_that_no_other_process_could_read_is_sent_as_text():
+    assert type(_portable(ValueError("x"))) is ValueError
+    sent = _portable(_Awkward(404, "gone"))
+    assert type(sent) is EngineError and str(sent) == "_Awkward: gone"

@@ -1,7 +1,7 @@
 """A simulated engine in a Lightning module, as in the TRL trainer.
 
-That both sides are one policy is read off the mean distance, which is 1e-6 then and above 0.1 otherwise: of thousands of
-numbers one may lie at the edge of a rounding step, and fall to its other side in a batch of another shape.
+That both sides are one policy is read off the mean distance, which is 1e-6 then and above 0.1 otherwise. Of thousands
+of numbers one may lie at the edge of a rounding step, and fall to its other side in a batch of another shape.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,7 @@ import torch
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync_trend import Drift, SyncTrend
 from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch, holds_all, is_coarser, torch_dtype
-from trl_offpolicy.functional.collective import gather_objects
+from trl_offpolicy.functional.collective import gather_objects, is_distributed
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +237,20 @@ def raised_on_all_ranks(kind: type[Exception] = EngineError) -> Iterator[None]:
         yield
     except kind as raised:
         error = raised
+    if error is not None and is_distributed():
+        error = _portable(error)
     for one in gather_objects(error):
         if one is not None:
             raise one
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text in an :class:`EngineError` if it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return EngineError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @dataclass(frozen=True, kw_only=True)
