@@ -49,7 +49,7 @@ def symptom_lines(step: Step) -> list[str]:
     """One line a symptom, with its limit; ``and`` before what must hold as well."""
     limits = Thresholds()
     lines = [f"{one.metric} {one.sign} {one.limit(limits):g}" for one in step.any_of]
-    return lines + [f"and {one.metric} {one.sign} {one.limit(limits):g}" for one in step.all_of]
+    return lines + [f"and {one.metric} {one.sign} {one.limit(limits):g}" for one in (*step.all_of, *step.given)]
 
 
 def first_fix(step: Step) -> list[str]:

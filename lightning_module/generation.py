@@ -321,7 +321,9 @@ class Generation:
                 batch, completions = ahead.sample(engine, step, batch)
             else:
                 assert batch is not None
-                with raised_on_all_ranks(Exception):  # or the others would wait for this rank
+                # Each rank calls its tools and functions by itself; the others would wait for one that fails.
+                alone = module.agents.in_turns or module.agents.rollout is not None
+                with raised_on_all_ranks(Exception) if alone else nullcontext():
                     completions = module.agents.sample(engine, batch)
         request, screen, rollouts = batch.request, batch.lane.screen, completions.rollouts
         by_token = self._token_rewards(rollouts)

@@ -92,8 +92,9 @@ def _not_partitioned() -> Iterator[None]:
         zero.restore_init_context()
 
 
-_RANDOM = re.compile("drop|jitter")
-"""In the names of numbers by which a layer draws in training: dropout, layerdrop, and a router's jitter_noise."""
+_RANDOM = re.compile("drop|^(input_)?jitter_noise$")
+"""Names of numbers by which a layer draws in training: dropout, layerdrop, and a router's noise. Not
+``router_jitter_noise`` of Phi's mixtures, which is a threshold, in evaluation too."""
 
 
 def without_dropout(model: nn.Module) -> None:

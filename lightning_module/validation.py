@@ -53,7 +53,8 @@ class Validation:
         if self._training is not None:
             set_random_state(self._training)
             self._module.measuring.leave_out(time.monotonic() - self._begun)
-        self._module.agents.guard_stats(self._module.device)  # counted since the last call: not training's
+        if self._module.ahead is None:  # else training's tools may run meanwhile, and be counted too
+            self._module.agents.guard_stats(self._module.device)  # counted since the last call: not training's
         self._training = None
 
     @torch.no_grad()

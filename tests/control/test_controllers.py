@@ -416,6 +416,20 @@ def test_responses_from_before_the_sync_do_not_stop_the_run() -> None:
     assert kinds(*passes(BAD), *passes(BAD))[:2] == [(2, "resync"), (6, "stop")]
 
 
+def test_responses_that_are_always_old_are_waited_for_a_while_only() -> None:
+    """As with replay, whose responses may be of any age."""
+    old = {**BAD, "offpolicy/rollout/version_lag_max": 50.0}
+    assert kinds(*[old] * 12)[:2] == [(2, "resync"), (7, "stop")]  # `forget` readings later
+    near, far = ({"offpolicy/rollout/sync_agreement": value} for value in (0.9, 0.5))
+    assert kinds(near, *[{**far, **old}] * 5)[:2] == [(3, "resync"), (5, "stop")]  # a proof is of no response
+
+
+def test_a_step_without_the_mismatch_is_no_reading_of_drift() -> None:
+    drift = {"offpolicy/total/prob_pearson": 0.5, "offpolicy/total/chi2_token": 9.0}
+    assert kinds(*[GOOD, drift, drift] * 5) == []
+    assert levels(*[mismatch(0.1), drift, drift] * 5) == []
+
+
 def test_after_a_good_stretch_there_is_another_try() -> None:
     assert kinds(BAD, BAD, GOOD, GOOD, BAD, BAD) == [(2, "resync"), (6, "stop")]
     assert kinds(BAD, BAD, GOOD, GOOD, GOOD, BAD, BAD) == [(2, "resync"), (7, "resync")]

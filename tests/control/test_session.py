@@ -173,6 +173,7 @@ def test_what_controllers_lack() -> None:
     for measure, proved, missing in (
         ("full", False, set()), ("core", True, set()), ("core", False, {"resync"}), (("mismatch",), False, set()),
         ("off", True, {"escalation", "ess_step"}), ("off", False, {"escalation", "ess_step", "resync"}),
+        (("staleness",), True, {"escalation"}), (("staleness", "total"), False, set()),
     ):  # fmt: skip
         measured = replace(weighted, measure=measure)
         found = lacking(measured, **{**whole, "accept_needs": "" if proved else "a proved sync"})

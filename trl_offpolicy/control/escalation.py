@@ -43,7 +43,7 @@ class Signals(NamedTuple):
     def of(cls, log: MetricsLog, step: int) -> Signals:
         """Read the signals from the last row of ``log``, if that row is of ``step``."""
         last = MetricsLog(log.rows[-1:])
-        group, row = last.ratio_group, last.rows[-1] if last.steps == [step] else {}
+        group, row = log.ratio_group, last.rows[-1] if last.steps == [step] else {}
 
         def value(key: str) -> float | None:
             found = row.get(f"offpolicy/{key}")

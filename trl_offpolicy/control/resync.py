@@ -8,6 +8,7 @@ from typing import ClassVar
 from trl_offpolicy.checks import check_fraction, check_whole, check_within
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.thresholds import limit
+from trl_offpolicy.run_folder.layout import STEP
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
@@ -23,12 +24,14 @@ class ResyncState:
         since: the step of the one try that is allowed, while it counts (-1 = none).
         off: readings in a row that were off; below zero = readings in a row that were good.
         first: agreement of the first sync (-1 = not known yet).
+        waited: readings left out because they may be from before the sync.
     """
 
     asked: int = 0
     since: int = -1
     off: int = 0
     first: float = -1.0
+    waited: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +78,13 @@ class Resync:
     def step(self, state: ResyncState, log: MetricsLog, step: int) -> tuple[ResyncState, Action | None]:
         """Count readings that are off. Ask for a sync first, then for a stop."""
         row = log.rows[-1]
-        sampled = step - 1 - row.get(_LAG, 0.0)  # version of the oldest weights that sampled a response of this row
-        if state.since >= 0 and sampled < state.since:
-            return state, None
-        group = MetricsLog((row,)).ratio_group
-        pearson, agreement = row.get(f"offpolicy/{group}/prob_pearson"), row.get(AGREEMENT)
+        pearson, agreement = row.get(f"offpolicy/{log.ratio_group}/prob_pearson"), row.get(AGREEMENT)
         if state.first < 0 and agreement is not None and agreement == agreement:
             state = replace(state, first=agreement)
+        if pearson is not None and self._may_be_older(state, log):
+            state, pearson = replace(state, waited=state.waited + 1), None
+            if self._why_off(state, None, agreement) is None:
+                return state, None
         why = self._why_off(state, pearson, agreement)
         if why is None:
             return self._calm(state, known=pearson is not None or agreement is not None), None
@@ -90,10 +93,20 @@ class Resync:
             return state, None
         if state.since < 0:  # the one try
             action = Action(step, self.name, "resync", state.asked, state.asked + 1, why)
-            return replace(state, asked=state.asked + 1, since=step, off=0), action
+            return replace(state, asked=state.asked + 1, since=step, off=0, waited=0), action
         return replace(state, off=0), Action(
             step, self.name, "stop", 0, 1, f"{why}, still so after the sync at step {state.since}"
         )
+
+    def _may_be_older(self, state: ResyncState, log: MetricsLog) -> bool:
+        """Whether a response of the last row may be from before the sync that was asked for.
+
+        For ``forget`` readings only: with replay some response is always that old.
+        """
+        if state.since < 0 or state.waited >= self.forget:
+            return False
+        row, before = log.rows[-1], log.rows[-2][STEP] if len(log.rows) > 1 else log.rows[-1][STEP] - 1
+        return before - row.get(_LAG, 0.0) < state.since  # at the row's first step
 
     def _calm(self, state: ResyncState, *, known: bool) -> ResyncState:
         """Count one more good reading (as a negative number)."""

@@ -20,6 +20,8 @@ from trl_offpolicy.control.learning_rate import LearningRateScale
 from trl_offpolicy.control.spec import ControlSpec
 from trl_offpolicy.control.supervisor import ControlState, Outcome, Supervisor
 from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.measure import Measure
+from trl_offpolicy.diagnosis.verdict.rows import FEWEST
 from trl_offpolicy.objective.measure import gradient_variance
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE, STEP
@@ -109,7 +111,8 @@ class ControlSession:
             self.scale.attach(optimizer)
         if step > 0 and not self.state.rows and (folder / METRICS_FILE).is_file():
             rows = tuple(row for row in read_metrics(folder).rows if row[STEP] <= step)
-            self.state = replace(self.state, rows=rows[-self.spec.history :])
+            first = rows[: min(FEWEST, max(0, len(rows) - self.spec.history))]  # with which the verdict compares
+            self.state = replace(self.state, rows=(*first, *rows[-self.spec.history :]))
 
     def gate(self, parameters: Callable[[], Parameters], *, is_main: bool) -> UpdateGate | None:
         """What judges each synced update of this run; None if no controller does. Called by all ranks, once.
@@ -231,8 +234,17 @@ def lacking(
     # with no weights, and no escalation that could add some, the ESS describes no correction
     if "escalation" in missing and not (correction or Correction()).weights:
         missing["ess_step"] = "a correction with a weight"
-    if correction is not None and not correction.measures("mismatch"):
-        missing |= dict.fromkeys(("escalation", "ess_step"), "the mismatch among what correction.measure names")
-    if correction is not None and accept_needs and not correction.measures("mismatch", whole=True):
-        missing.setdefault("resync", "correction.measure: full, or proofs of the syncs")
+    return _unmeasured(correction or Correction(), proved=not accept_needs) | missing
+
+
+def _unmeasured(correction: Correction, *, proved: bool) -> dict[str, str]:
+    """The controllers whose numbers ``correction.measure`` leaves out; ``proved``: the agreement of syncs is logged."""
+    distances: tuple[Measure, ...] = ("mismatch", "total")
+    missing: dict[str, str] = {}
+    if not any(map(correction.measures, distances)):
+        missing["escalation"] = "mismatch or total in correction.measure"
+    if not any(map(correction.measures, (*distances, "staleness"))):
+        missing["ess_step"] = "staleness, mismatch or total in correction.measure"
+    if not proved and not any(correction.measures(group, whole=True) for group in distances):
+        missing["resync"] = "correction.measure: full, or proofs of the syncs"
     return missing

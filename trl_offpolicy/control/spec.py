@@ -14,6 +14,8 @@ from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.control.staleness import StalenessCeiling
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
+from trl_offpolicy.diagnosis.verdict.course import BASELINE
+from trl_offpolicy.diagnosis.verdict.judge import WINDOW
 from trl_offpolicy.parts import parse_tagged, read_numbers
 
 logger = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ class ControlSpec:
 
     @property
     def remembered_rows(self) -> int:
-        """Logged rows that are remembered whatever their steps, for windows that count rows; at least 60."""
-        return max([60, *(int(getattr(item, "window", 0)) for item in self.controllers)])
+        """Logged rows that are remembered whatever their steps, for windows that count rows."""
+        return max([WINDOW + BASELINE, *(int(getattr(item, "window", 0)) for item in self.controllers)])
 
 
 def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:

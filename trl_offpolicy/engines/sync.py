@@ -237,11 +237,10 @@ def raised_on_all_ranks(kind: type[Exception] = EngineError) -> Iterator[None]:
         yield
     except kind as raised:
         error = raised
-    if error is not None and is_distributed():
-        error = _portable(error)
-    for one in gather_objects(error):
+    sent = error if error is None or not is_distributed() else _portable(error)
+    for one in gather_objects(sent):
         if one is not None:
-            raise one
+            raise error or one
 
 
 def _portable(error: Exception) -> Exception:

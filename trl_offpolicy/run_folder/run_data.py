@@ -137,8 +137,8 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
 
 _NORMS = ("grad_norm", "actor/grad_norm", "policy/grad_norm", "train/grad_norm")
 _MUST_BE_FINITE = (*_NORMS, "loss", "actor/pg_loss", "policy/final_loss", "train/loss")
-_OF_WEIGHTS = ("loss", "pg_loss", "final_loss", "entropy", "entropy_loss", "policy_entropy", "kl_k3", "k3_kl")
-"""Last parts of names of numbers that are NaN where the weights are."""
+_OF_WEIGHTS = ("entropy", "entropy_loss", "policy_entropy", "kl_k3", "k3_kl", "kl_k1", "ppo_kl")
+"""Last parts of names of numbers that are NaN where the weights are. Not the loss: transformers logs 0 for NaN."""
 _TOLD = ("kl_k3", "k3_kl", "/kl", "kl_k1", "logp_diff_mean", "logp_difference/mean", "reward", "score/mean")
 """Ends of names of numbers that are told to be no number in some steps."""
 LASTING = 3
@@ -156,10 +156,10 @@ def _broken(rows: Mapping[int, dict[str, float]]) -> tuple[str, int] | None:
 
 
 def _goes_on(ordered: Sequence[Mapping[str, float]], since: int) -> bool:
-    """Whether a number that the weights would spoil is finite in some rows from that step on."""
+    """Whether the numbers that the weights would spoil are finite in some rows from that step on."""
     rows = [row for row in ordered if row[STEP] >= since]
-    known = [any(key.rpartition("/")[2] in _OF_WEIGHTS and math.isfinite(row[key]) for key in row) for row in rows]
-    return sum(known) >= LASTING
+    known = [[row[key] for key in row if key.rpartition("/")[2] in _OF_WEIGHTS] for row in rows]
+    return sum(bool(values) and all(map(math.isfinite, values)) for values in known) >= LASTING
 
 
 def _why_none(stepless: Mapping[str, Any]) -> str:
@@ -207,7 +207,7 @@ def metrics_file(run_dir: str | Path) -> Path:
     # A stock transformers run has its log only in the checkpoints. The last one holds all of it; times of files do not
     # tell which it is, since copies change them.
     if states := list(path.glob(f"**/{STATE_FILE}")):
-        runs = sorted({str(found.parent.parent if found.parent != path else path) for found in states})
+        runs = sorted({str(_run_of(found)) for found in states})
         if len(runs) > 1:
             raise FileNotFoundError(f"run_dir must hold one run, but got checkpoints of several: {', '.join(runs)}.")
         return max(states, key=lambda found: (_steps_of(found), found.stat().st_mtime))
@@ -216,6 +216,11 @@ def metrics_file(run_dir: str | Path) -> Path:
         return others[0]
     got = f"{path} with {', '.join(one.name for one in others)}" if others else str(path)
     raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
+
+
+def _run_of(state: Path) -> Path:
+    """The folder of the run whose trainer wrote a state, in a checkpoint or beside them."""
+    return state.parent.parent if state.parent.name.startswith("checkpoint-") else state.parent
 
 
 def _steps_of(state: Path) -> int:

@@ -82,6 +82,18 @@ def test_one_straggler_hides_no_queue() -> None:
     )
 
 
+@pytest.mark.parametrize("passes", [2, 4, 10, 12, 16])
+def test_several_steps_on_a_generation_are_no_queue(passes: int) -> None:
+    """Each is logged by itself, with one lag for all its tokens."""
+
+    def row(step: int) -> Row:
+        lag = float((step - 1) % passes)
+        near = {"offpolicy/mismatch/kl_k3": 0.001, "offpolicy/mismatch/prob_pearson": 0.999}
+        return {**near, f"{LAG}_mean": lag, f"{LAG}_max": lag, "offpolicy/gradient/cosine_previous": 0.35}
+
+    assert "warning" not in severities(judged(row)).values()
+
+
 # ----------------------------------------------------------------------------------------------- numbers that are none
 
 
@@ -104,6 +116,18 @@ def test_skipped_updates_are_no_lost_weights(tmp_path: Path) -> None:
     assert lost.broken is not None and "weights are probably lost" in lost.line()
     first = from_file(tmp_path / "d.jsonl", lambda step: {**SANE, "grad_norm": math.nan}, steps=3)
     assert first.broken is None and severities(first) == {"no_signal": "notice"}  # float16 looks for its loss scale
+
+
+def test_weights_that_are_lost_behind_a_loss_of_zero(tmp_path: Path) -> None:
+    """transformers logs 0 for a loss that is NaN."""
+
+    def row(step: int, since: int) -> Row:
+        return {"loss": 0.0, "grad_norm": math.nan, "entropy": math.nan, "reward": 0.0} if step >= since else {
+            "loss": 0.01, "grad_norm": 1.0, "entropy": 0.5, "reward": 0.5}  # fmt: skip
+
+    for since, steps in ((26, 60), (1, 8)):
+        found = from_file(tmp_path / f"{since}.jsonl", lambda step, since=since: row(step, since), steps)  # type: ignore[misc]
+        assert found.broken is not None and "weights are probably lost" in found.line()
 
 
 # -------------------------------------------------------------------------------------------------- other frameworks
@@ -154,6 +178,8 @@ def test_an_entropy_that_falls_while_both_sides_agree_asks_for_no_correction() -
     def row(kl: float) -> Callable[[int], Row]:
         return lambda step: {"offpolicy/loss/entropy": math.exp(-step / 30), "offpolicy/mismatch/kl_k3": kl}
 
+    stale = judged(lambda step: {**row(0.0005)(step), f"{TOTAL}/kl_k3": 0.03}, 150).findings
+    assert ["truncated token weights" in one.fix for one in stale if one.cause == "entropy_collapse"] == [True]
     for kl, said in ((0.0005, "no correction mends it"), (0.02, "truncated token weights")):
         (found,) = (one for one in judged(row(kl), 150).findings if one.cause == "entropy_collapse")
         assert found.severity == "warning" and said in found.fix
@@ -174,6 +200,9 @@ def test_the_last_checkpoint_is_read_whatever_the_time_of_its_file(tmp_path: Pat
     state(tmp_path / "run" / "checkpoint-500", 500, 1e9)
     log: Any = read_metrics(tmp_path / "run")
     assert log.steps[-1] == 500
+    state(tmp_path / "run" / "saved", 500, 1e9)
+    (tmp_path / "run" / "saved" / "trainer_state.json").rename(tmp_path / "run" / "trainer_state.json")
+    assert read_metrics(tmp_path).steps[-1] == 500  # of the folder above, too
     state(tmp_path / "other" / "checkpoint-5", 5, 1e9)
     with pytest.raises(FileNotFoundError, match="must hold one run, but got checkpoints of several"):
         read_metrics(tmp_path)

@@ -296,18 +296,21 @@ def _halves(last: Sequence[Row]) -> dict[str, float]:
 def _lags(found: Readings, last: Sequence[Row]) -> dict[str, float]:
     """``queue/version_lag``: steps by which even the freshest rollouts are late; without it 2 mean = max.
 
-    Several optimizer steps on one generation have lags 0 to S - 1, and their mean is half their maximum. A queue adds
-    its own lag to both. Of each step by itself, so that one old response hides no queue of the others.
+    Several optimizer steps on one generation have lags 0 to S - 1, and their mean is half their maximum; where each is
+    logged by itself, the first has lag 0. A queue adds its own lag to all, so the lowest step tells it; one with a
+    response far older than those of all others is left out.
     """
     pairs = [[row.get(f"{PREFIX}rollout/version_lag_{end}", math.nan) for end in ("mean", "max")] for row in last]
     queues = [max(2 * usual - oldest, 0.0) for usual, oldest in pairs if math.isfinite(usual + oldest)]
     if not queues:
         return {}
-    queue, half_width = mean(queues), scatter(queues)
+    apart = sorted((oldest - usual for usual, oldest in pairs if math.isfinite(usual + oldest)), reverse=True)
+    if len(apart) > 2 and apart[0] > 2 * apart[1] + 1:
+        queues = [max(2 * usual - oldest, 0.0) for usual, oldest in pairs if oldest - usual < apart[0]]
+    queue = min(queues)
     extra = {"queue/version_lag": queue}
     if not any(name.startswith(("weight_applied/", "keep/")) for name in found):
         extra["uncorrected/version_lag"] = queue
-        extra |= {} if half_width is None else {f"uncorrected/version_lag{INTERVAL}": half_width}
     if queue > 0 and "gradient/cosine_previous" in found:
         extra["late/gradient_cosine"] = found["gradient/cosine_previous"]
         extra |= _interval_of(found, "gradient/cosine_previous", "late/gradient_cosine")

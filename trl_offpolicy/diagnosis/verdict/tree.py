@@ -78,7 +78,8 @@ class Symptom:
 class Step:
     """A branch: any of ``any_of`` leads to ``cause`` if all of ``all_of`` hold and none of ``unless`` does.
 
-    ``instead`` takes the place of the cause's fix and settings where nothing is to be changed yet.
+    ``instead`` takes the place of the cause's fix and settings where nothing is to be changed yet. What is ``given``
+    must hold as well, but is no symptom: it chooses the words.
     """
 
     cause: str
@@ -86,13 +87,14 @@ class Step:
     any_of: tuple[Symptom, ...]
     all_of: tuple[Symptom, ...] = ()
     unless: tuple[Symptom, ...] = ()
+    given: tuple[Symptom, ...] = ()
     instead: str = ""
 
     def taken(self, readings: Readings, thresholds: Thresholds) -> tuple[Symptom, ...]:
         """The symptoms that lead here; empty if the branch is not taken."""
         if any(one.holds(readings, thresholds) for one in self.unless):
             return ()
-        if not all(one.holds(readings, thresholds) for one in self.all_of):
+        if not all(one.holds(readings, thresholds) for one in (*self.all_of, *self.given)):
             return ()
         found = tuple(one for one in self.any_of if one.holds(readings, thresholds))
         return found + self.all_of if found else ()
@@ -182,6 +184,7 @@ _CLOSE = (
     Symptom(_KL, "<", "kl_healthy", "KL k3 of engine and trainer"),
     Symptom("total/kl_k3", "<", "kl_healthy", "KL k3 of current/sampling"),
 )
+_TOTAL_FAR = Symptom("total/kl_k3", ">", "kl_healthy", "KL k3 of current/sampling")
 _NO_ENGINE = (
     "Engine and trainer agree, so no correction mends it: halve the learning rate, or give the loss an entropy bonus "
     "(offpolicy: {objective: {entropy_coef: 0.001}}). A task that is solved has a low entropy too: look at the reward."
@@ -379,7 +382,8 @@ _LOSS_STEPS = (
         "length_surge",
         "notice",
         (_SURGE, _CUT),
-        all_of=(LEARNS, _KNOWN_SANE),
+        all_of=(LEARNS,),
+        given=(_KNOWN_SANE,),
         instead="Nothing yet: the reward rises with the length, and KL and clipping are healthy. Read some of the "
         "longest responses (a reward can be won by length alone), and raise the length limit if many reach it.",
     ),
@@ -398,15 +402,33 @@ _LOSS_STEPS = (
             "entropy_collapse",
             "warning",
             (_ENTROPY,),
-            all_of=(*_ENTROPY_GOES, near),
-            unless=(LEARNS,),
+            all_of=_ENTROPY_GOES,
+            unless=(LEARNS, _TOTAL_FAR),
+            given=(near,),
             instead=_NO_ENGINE,
         )
         for near in _CLOSE
     ),
+    Step(
+        "entropy_collapse",
+        "warning",
+        (_ENTROPY,),
+        all_of=_ENTROPY_GOES,
+        unless=(LEARNS,),
+        given=(_CLOSE[0], _TOTAL_FAR),
+    ),
     Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), unless=_CLOSE),
+    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), given=(_CLOSE[0], _TOTAL_FAR)),
     *(
-        Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL, near), instead=_NO_ENGINE)
+        Step(
+            "entropy_collapse",
+            "notice",
+            (_ENTROPY,),
+            all_of=(_ENTROPY_FELL,),
+            unless=(_TOTAL_FAR,),
+            given=(near,),
+            instead=_NO_ENGINE,
+        )
         for near in _CLOSE
     ),
     Step(

@@ -131,6 +131,12 @@ class ToolGuard:
         shares = {name: fraction(part, "calls") for name, part in zip(GUARD_METRICS, parts, strict=True)}
         return Stats({"rollout#tools": Group(moments(_COUNTS, values), shares, sparse=True)})
 
+    def count_timeouts(self, calls: int) -> None:
+        """Count calls that gave no answer, and did not come back to say so."""
+        for _ in range(calls):
+            self._count(0)
+            self._count(1)
+
     def _count(self, place: int, happened: bool = True) -> None:
         with self._counting:
             self._counts[place] += happened

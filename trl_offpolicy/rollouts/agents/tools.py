@@ -73,6 +73,8 @@ def answer_calls(
         try:
             answers = run_in_background(_together([answer for _, answer in waiting]), timeout=limit)
         except TimeoutError:
+            assert guard is not None  # without one there is no limit
+            guard.count_timeouts(len(waiting))
             answers = [ToolError("no answer: an async tool blocks the event loop that all of them share.")] * len(
                 waiting
             )
