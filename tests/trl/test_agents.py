@@ -10,13 +10,16 @@ import pytest
 import torch
 from agent_runs import TOOL_WORDS, Agent, lookup, tool_tokenizer
 from datasets import Dataset
+from scripted_agents import byte_tokenizer
 from tiny_models import EOS, WORDS
 from trainer_runs import TIMES, records, rollouts
+from trl.chat_template_utils import parse_response
 
 import trl_offpolicy as op
 from trl_offpolicy.engines.engine import Call
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.rollouts.batches import policy_batch
+from trl_offpolicy.trl.agents import read_reply
 from trl_offpolicy.trl.checks import check_tools
 
 pytestmark = pytest.mark.integration  # trains
@@ -358,3 +361,11 @@ def test_ranks_that_share_an_engine_cannot_have_tools(ranks, mode, parallel, ref
                 check_tools(args, has_tools=True)
         else:
             check_tools(args, has_tools=True)
+
+
+def test_a_reply_that_no_reader_takes_is_text():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("<tool_call>\n" + "[" * 3000, add_special_tokens=False)["input_ids"]
+    with pytest.raises(RecursionError):
+        parse_response(tokenizer, ids, prefix=[1], tools=[])
+    assert read_reply(tokenizer, ids, prefix=[1], tools=[])["content"].count("[") == 3000

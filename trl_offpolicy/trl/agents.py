@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from trl.chat_template_utils import parse_response
+
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.rollouts.agents import AgentBatch, Chat, Completions, Environments, Lane, Lanes, RolloutSampler
 from trl_offpolicy.rollouts.agents.chat import chat_tokenizer
@@ -18,6 +20,15 @@ from trl_offpolicy.rollouts.screening import Screen
 from trl_offpolicy.rollouts.token_ids import runs
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+def read_reply(tokenizer: Any, ids: Sequence[int], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """TRL's ``parse_response``; a reply of a thousand open brackets, which no JSON reader takes, is plain text too."""
+    try:
+        found: dict[str, Any] = parse_response(tokenizer, ids, *args, **kwargs)
+    except RecursionError:
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    return found
 
 
 class Landed(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.greedy import NO_IMAGES, baseline_of_rows, check_greedy
+from trl_offpolicy.trl.agents import read_reply
 from trl_offpolicy.trl.rebinding import rebound
 
 _OWN = ("temperature", "top_k", "top_p", "min_p", "n", "do_sample")
@@ -104,7 +104,7 @@ def _texts(trainer: Any, prompts: Sequence[Any], ids: Sequence[Any], completion_
     templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
     if any(one is not None for one in templates):
         pairs = zip(ids, completion_ids, strict=True)
-        return [[parse_response(tokenizer, completion, prefix=prompt, tools=None)] for prompt, completion in pairs]
+        return [[read_reply(tokenizer, completion, prefix=prompt, tools=None)] for prompt, completion in pairs]
     texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in texts]
 

@@ -55,7 +55,7 @@ from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE, TOKEN_IDS
 from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import PREFIX, Stats
-from trl_offpolicy.trl.agents import TrainerAgents, agents_ahead
+from trl_offpolicy.trl.agents import TrainerAgents, agents_ahead, read_reply
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
@@ -191,7 +191,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.tools:
             for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
                 tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})
-        with self._clock.part("generation", counted=self.model.training):
+        reading = rebound(grpo_trainer, parse_response=read_reply)
+        with self._clock.part("generation", counted=self.model.training), reading:
             generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
         if not self.model.training:
