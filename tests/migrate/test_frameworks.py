@@ -502,3 +502,18 @@ def test_a_temperature_at_which_nothing_is_drawn_is_not_carried(tmp_path: Path) 
     file.write_text("actor_rollout_ref: {rollout: {n: 8, temperature: 0}}\nalgorithm: {adv_estimator: grpo}\n")
     with pytest.raises(ValueError, match=r"rollout.temperature must be above 0, since the loss divides by it, but got"):
         migrate(file)
+
+
+def test_nemo_rls_fp8_is_a_quantisation_and_its_cosine_ends_at_min_lr(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}\nloss_fn: {reference_policy_kl_penalty: 0.0}\n"
+        "policy:\n  train_global_batch_size: 8\n  generation: {backend: vllm, vllm_cfg: {precision: fp8}}\n"
+        "  megatron_cfg:\n    enabled: true\n    optimizer: {lr: 5.0e-6, min_lr: 5.0e-7}\n"
+        "    scheduler: {lr_decay_style: cosine, lr_warmup_iters: 13, lr_decay_iters: 1000}\n"
+    )
+    text, lists = migrated(file)
+    found = yaml.safe_load(text)
+    assert found["engine"] == {"dtype": "bfloat16", "quantization": "fp8"}
+    assert found["lr_scheduler_type"] == "cosine_with_min_lr"
+    assert found["lr_scheduler_kwargs"] == {"min_lr": 5e-7} and "lr_decay_iters" in " ".join(lists)

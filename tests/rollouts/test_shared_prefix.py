@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from trl_offpolicy.rollouts import micro_batches
+from trl_offpolicy.rollouts.one_sequence import _eager_of
 from trl_offpolicy.rollouts.prompts import Prompts
 from trl_offpolicy.rollouts.shared_prefix import (
     _FIXED_ROPE,
@@ -440,3 +441,12 @@ def test_shared_prompts_never_need_more_memory(prompt: int, length: int, least: 
     apart = rows_of(8, 1, prompt=prompt, length=length)  # no prompt is shared: nothing is gained
     alone = saved_bytes(model, apart, prompts_among(apart))
     assert least == 1.0 or alone > 1.2 * shared
+
+
+def test_eager_attention_is_found_where_a_class_that_extends_it_lives() -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+
+    own = type("OwnAttention", (LlamaAttention,), {"__module__": __name__})  # of a user's module, without the function
+    assert _eager_of(object.__new__(own)) is eager_attention_forward
+    with pytest.raises(ValueError, match="attn_implementation must be sdpa"):
+        _eager_of(torch.nn.Linear(1, 1))

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
 from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.weights.lora import LORA_MODULES, adapted_modules, lora_arguments
 from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter, with_place
 from trl_offpolicy.engines.weights.source import ModelWeights
@@ -192,3 +193,13 @@ def test_trls_own_transfers_refuse_it_by_the_models_configuration(mode: str, tie
             list(passed)
     else:
         assert "lm_head.weight" in dict(passed)
+
+
+def test_an_adapter_is_not_sent_on_top_of_merged_weights() -> None:
+    """They hold it already."""
+    server = SimpleNamespace(_routes={"/v1/load_lora_adapter"}, transfer="auto", weight_rounding=None)
+
+    def takes(sent: str | None, adapter: str | None) -> bool:
+        return bool(ServerEngine.takes_adapter.fget(SimpleNamespace(**vars(server), _sent=sent, _adapter=adapter)))  # type: ignore[attr-defined]
+
+    assert takes(None, None) and takes("folder", "policy-1") and not takes("folder", None)
