@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from trl_offpolicy.checks import check_fraction, check_whole, check_within
 from trl_offpolicy.control.actions import Action
+from trl_offpolicy.control.staleness import LAG
 from trl_offpolicy.diagnosis.thresholds import limit
 from trl_offpolicy.run_folder.layout import STEP
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
-_LAG = "offpolicy/rollout/version_lag_max"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Resync:
         if state.since < 0 or state.waited >= self.forget:
             return False
         row, before = log.rows[-1], log.rows[-2][STEP] if len(log.rows) > 1 else log.rows[-1][STEP] - 1
-        return before - row.get(_LAG, 0.0) < state.since  # at the row's first step
+        return before - row.get(LAG, 0.0) < state.since  # at the row's first step
 
     def _calm(self, state: ResyncState, *, known: bool) -> ResyncState:
         """Count one more good reading (as a negative number)."""

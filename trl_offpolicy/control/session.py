@@ -32,8 +32,8 @@ COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
 GRADIENTS_PROJECTED = f"{PREFIX}control/gradients_projected"
 UPDATES_REJECTED = f"{PREFIX}control/updates_rejected"
 SESSION_METRICS = (GRADIENTS_PROJECTED, UPDATES_REJECTED)
-_UPDATES = "updates"  # what judges them, in the state of a session
 """Keys that a session logs beside those of its supervisor (``CONTROL_METRICS``), if it is configured to."""
+_UPDATES = "updates"  # what judges them, in the state of a session
 
 
 class ControlSession:

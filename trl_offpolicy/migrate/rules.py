@@ -350,9 +350,10 @@ def drawn(key: str, value: Any) -> float | int:
     Raises:
         ValueError: it is no number above 0.
     """
-    if number(key, value) <= 0:
+    temperature = number(key, value)
+    if temperature <= 0:
         raise ValueError(f"{key} must be above 0, since the loss divides by it, but got {value!r}.")
-    return number(key, value)
+    return temperature
 
 
 def whole(key: str, value: Any) -> int:

@@ -300,14 +300,14 @@ def _lags(found: Readings, last: Sequence[Row]) -> dict[str, float]:
     logged by itself, the first has lag 0. A queue adds its own lag to all, so the lowest step tells it; one with a
     response far older than those of all others is left out.
     """
-    pairs = [[row.get(f"{PREFIX}rollout/version_lag_{end}", math.nan) for end in ("mean", "max")] for row in last]
-    queues = [max(2 * usual - oldest, 0.0) for usual, oldest in pairs if math.isfinite(usual + oldest)]
-    if not queues:
+    logged = [[row.get(f"{PREFIX}rollout/version_lag_{end}", math.nan) for end in ("mean", "max")] for row in last]
+    lags = [(usual, oldest) for usual, oldest in logged if math.isfinite(usual + oldest)]
+    if not lags:
         return {}
-    apart = sorted((oldest - usual for usual, oldest in pairs if math.isfinite(usual + oldest)), reverse=True)
-    if len(apart) > 2 and apart[0] > 2 * apart[1] + 1:
-        queues = [max(2 * usual - oldest, 0.0) for usual, oldest in pairs if oldest - usual < apart[0]]
-    queue = min(queues)
+    spread = sorted((oldest - usual for usual, oldest in lags), reverse=True)
+    if len(spread) > 2 and spread[0] > 2 * spread[1] + 1:
+        lags = [(usual, oldest) for usual, oldest in lags if oldest - usual < spread[0]]
+    queue = min(max(2 * usual - oldest, 0.0) for usual, oldest in lags)
     extra = {"queue/version_lag": queue}
     if not any(name.startswith(("weight_applied/", "keep/")) for name in found):
         extra["uncorrected/version_lag"] = queue

@@ -346,6 +346,19 @@ _DRIFT_STEPS = (
         unless=_VARIANCE,
     ),
 )
+
+
+def _of_entropy(severity: Severity, all_of: tuple[Symptom, ...], unless: tuple[Symptom, ...] = ()) -> tuple[Step, ...]:
+    """A low entropy: what corrects the engine's distance helps, unless both sides are known to agree."""
+    plain = Step("entropy_collapse", severity, (_ENTROPY,), all_of=all_of, unless=unless)
+    agreeing = replace(plain, unless=(*unless, _TOTAL_FAR), instead=_NO_ENGINE)
+    return (
+        replace(plain, unless=(*unless, *_CLOSE)),
+        replace(plain, given=(_CLOSE[0], _TOTAL_FAR)),
+        *(replace(agreeing, given=(near,)) for near in _CLOSE),
+    )
+
+
 _LOSS_STEPS = (
     # 4. loss mechanics, and what is left of the policy
     Step("clip_saturation", "warning", (_CLIP,), all_of=(_CLIP_RISES,)),
@@ -396,41 +409,8 @@ _LOSS_STEPS = (
         instead="The reward rises with the length, which learning does, and a reward that is won by length alone. KL "
         "and clipping, which would tell, were not logged: log them, and read some of the longest responses.",
     ),
-    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=_ENTROPY_GOES, unless=(LEARNS, *_CLOSE)),
-    *(
-        Step(
-            "entropy_collapse",
-            "warning",
-            (_ENTROPY,),
-            all_of=_ENTROPY_GOES,
-            unless=(LEARNS, _TOTAL_FAR),
-            given=(near,),
-            instead=_NO_ENGINE,
-        )
-        for near in _CLOSE
-    ),
-    Step(
-        "entropy_collapse",
-        "warning",
-        (_ENTROPY,),
-        all_of=_ENTROPY_GOES,
-        unless=(LEARNS,),
-        given=(_CLOSE[0], _TOTAL_FAR),
-    ),
-    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), unless=_CLOSE),
-    Step("entropy_collapse", "notice", (_ENTROPY,), all_of=(_ENTROPY_FELL,), given=(_CLOSE[0], _TOTAL_FAR)),
-    *(
-        Step(
-            "entropy_collapse",
-            "notice",
-            (_ENTROPY,),
-            all_of=(_ENTROPY_FELL,),
-            unless=(_TOTAL_FAR,),
-            given=(near,),
-            instead=_NO_ENGINE,
-        )
-        for near in _CLOSE
-    ),
+    *_of_entropy("warning", _ENTROPY_GOES, unless=(LEARNS,)),
+    *_of_entropy("notice", (_ENTROPY_FELL,)),
     Step(
         "no_signal",
         "critical",

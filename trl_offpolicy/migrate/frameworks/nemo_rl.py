@@ -146,13 +146,14 @@ def _megatron_schedule(source: Source, section: str) -> Iterable[Found]:
     style, warmup = source.get(f"{section}.lr_decay_style"), source.get(f"{section}.lr_warmup_iters", 0) or 0
     keys = source.given(f"{section}.lr_decay_style", f"{section}.lr_warmup_iters")
     floor = number(least, source.get(least) or 0)
+    to_floor = style == "cosine" and floor > 0
     if style in ("constant", "cosine", "linear"):
         found = _warmup(keys, style, whole(f"{section}.lr_warmup_iters", warmup), _per_step(source))
-        if style == "cosine" and floor > 0:
+        if to_floor:
             own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": floor}}
             found = replace(found, keys=(*keys, *source.given(least)), fields={**found.fields, **own})
         yield found
-    if not (style == "cosine" and floor > 0):
+    if not to_floor:
         ends = "at the whole rate" if style == "constant" else "at 0"
         yield from shared.left(source, {least: f"the schedule ends {ends} here"})
     yield from shared.left(
@@ -230,10 +231,13 @@ def _engine(source: Source) -> Iterable[Found]:
     precision = f"{VLLM}.precision"
     if source.has(precision):
         asked = one_of("bfloat16", "float16", "float32", "auto", "fp8")(precision, source.settings.values[precision])
-        fields = (
-            {"engine.dtype": asked} if asked != "fp8" else {"engine.dtype": "bfloat16", "engine.quantization": "fp8"}
-        )
-        yield Carried((precision,), fields, "" if asked != "fp8" else "no dtype of vLLM: its weights are quantised")
+        fields, why = {"engine.dtype": asked}, ""
+        if asked == "fp8":
+            fields, why = (
+                {"engine.dtype": "bfloat16", "engine.quantization": "fp8"},
+                "no dtype of vLLM: quantised weights",
+            )
+        yield Carried((precision,), fields, why)
     for key, (argument, convert) in {
         f"{VLLM}.enforce_eager": ("enforce_eager", switch),
         f"{VLLM}.kv_cache_dtype": ("kv_cache_dtype", text),

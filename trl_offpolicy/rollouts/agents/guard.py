@@ -133,13 +133,12 @@ class ToolGuard:
 
     def count_timeouts(self, calls: int) -> None:
         """Count calls that gave no answer, and did not come back to say so."""
-        for _ in range(calls):
-            self._count(0)
-            self._count(1)
+        self._count(0, calls)
+        self._count(1, calls)
 
-    def _count(self, place: int, happened: bool = True) -> None:
+    def _count(self, place: int, times: int = 1) -> None:
         with self._counting:
-            self._counts[place] += happened
+            self._counts[place] += times
 
     # -------------------------------------------------------------------------------------------------------- calls
 

@@ -75,9 +75,8 @@ def answer_calls(
         except TimeoutError:
             assert guard is not None  # without one there is no limit
             guard.count_timeouts(len(waiting))
-            answers = [ToolError("no answer: an async tool blocks the event loop that all of them share.")] * len(
-                waiting
-            )
+            blocked = ToolError("no answer: an async tool blocks the event loop that all of them share.")
+            answers = [blocked] * len(waiting)
         results += [(name, answer) for (name, _), answer in zip(waiting, answers, strict=True)]
     failures = sum(isinstance(answer, Exception) for _, answer in results)
     return Answers([_message(shown(name), answer) for name, answer in results], len(calls), failures)
