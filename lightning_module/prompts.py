@@ -48,7 +48,7 @@ class Prompts:
             name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
             loader: Any = AutoProcessor if reads_images(policy.config) else AutoTokenizer
             # Of the revision of the weights, unless it is another repository's.
-            options = {} if tokenizer else settings["model_options"] or {}
+            options = {} if tokenizer not in (None, model) else settings["model_options"] or {}
             named = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
             tokenizer = loader.from_pretrained(name, **named)
         tokenizer, processor = _parts(tokenizer)

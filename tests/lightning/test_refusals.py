@@ -126,3 +126,9 @@ def test_deepspeed_without_a_gpu_is_refused_before_anything_is_loaded(tmp_path: 
     with pytest.raises(ValueError, match=r"^strategy must be ddp or .* but got DeepSpeedStrategy on a CPUAccelerator"):
         trainer(tmp_path, max_steps=1, strategy=DeepSpeedStrategy(stage=3)).fit(ours, data())
     assert ours.policy is None
+
+
+def test_a_policy_that_an_update_broke_is_told_of(tmp_path: Path) -> None:
+    """transformers samples; torch alone says "probability tensor contains either inf, nan or element < 0"."""
+    with pytest.raises(FloatingPointError, match="An earlier update broke them"):
+        trainer(tmp_path, max_steps=4).fit(module(learning_rate=1e30), data())

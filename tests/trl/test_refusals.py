@@ -57,3 +57,14 @@ def test_a_prompt_without_a_token_is_shown(make_args: Any, fresh_model: Any, tok
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"prompt must have at least one token, but prompt 0 of the batch, '', has"):
         trainer.train()
+
+
+def test_a_policy_that_an_update_broke_is_told_of(make_args: Any, fresh_model: Any, tokenizer: Any) -> None:
+    """transformers samples; torch alone says "probability tensor contains either inf, nan or element < 0"."""
+    trainer = OffPolicyGRPOTrainer(
+        fresh_model(), score_last_word, make_args(offpolicy="measure", learning_rate=1e30, max_grad_norm=1e9),
+        train_dataset=tiny_prompts(), processing_class=tokenizer,
+    )  # fmt: skip
+    with pytest.raises(FloatingPointError, match="An earlier update broke them"):
+        trainer.train()
+    assert trainer.state.global_step >= 1

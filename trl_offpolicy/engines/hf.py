@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -30,6 +30,25 @@ Floats = NDArray[np.float64]
 Ids = Sequence[Sequence[int]]
 PAD = 0
 """Fills masked positions, where any id is right."""
+
+
+@contextmanager
+def broken_weights_told() -> Iterator[None]:
+    """Say what torch's error means when a policy's probabilities are NaN or infinite while it samples.
+
+    Raises:
+        FloatingPointError: in place of that error. On a GPU the error is a failed assertion of the device, as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise FloatingPointError(
+            "The policy cannot be sampled from: its probabilities are NaN or infinite, because its weights are, or are "
+            "too large for its dtype. An earlier update broke them: look for the first step with a large grad_norm, go "
+            "back to a checkpoint before it, and lower learning_rate or max_grad_norm."
+        ) from error
 
 
 class Sampler(Protocol):
@@ -106,7 +125,7 @@ class TransformersEngine:
             mixing = self.mix.sampling(model, rows)
         if self.simulated is not None:
             mixing = self.simulated.sampling(model, len(rows))
-        with self._unsharded(), noted as recorder, mixing as logps:
+        with broken_weights_told(), self._unsharded(), noted as recorder, mixing as logps:
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),

@@ -27,6 +27,7 @@ from trl.trainer import grpo_trainer
 
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
+from trl_offpolicy.engines.hf import broken_weights_told
 from trl_offpolicy.functional.masks import high_entropy_mask
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import (
@@ -205,7 +206,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._agents is not None and self._agents.landed:
             return self._agents.generate_single_turn()
         sample = partial(self._simulated.turn, partial(self._fusion.turn, super()._generate_single_turn))
-        return self._kept.turn(sample, prompt_ids, *args, **kwargs)
+        with broken_weights_told():
+            return self._kept.turn(sample, prompt_ids, *args, **kwargs)
 
     def _tool_call_loop(self, *args: Any) -> Any:
         """TRL's method; of a batch that was sampled ahead, the loop has ended already."""
