@@ -231,14 +231,16 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--only", nargs="*", default=[*CASES, "healthy"], choices=[*CASES, "healthy"])
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--report", action="store_true", help="run nothing; the runs in RUNS become the results")
     args = parser.parse_args()
     if not args.report:
         run_all(args.runs, args.seeds, args.only)
         return
     results = report(args.runs)
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if not results["cases"]:
+        parser.error(f"--report needs finished pairs of runs in RUNS, but got {args.runs}, which holds none.")
     draw(args.runs, results, HERE / "averted.svg")
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     for name, case in results["cases"].items():
         print(
             f"{name}: gain {case['gain']:+.3f} +- {case['gain_ci95']:.3f}; collapsed {case['collapsed_without']} ->",

@@ -32,6 +32,10 @@ from trl_offpolicy.run_folder.run_data import MetricsLog
 TASKS: tuple[Task, Task] = ("sorting", "ranking")
 ENOUGH, STACK_GAIN, HORIZON, ROLLING = 0.90, 0.03, 200, 5
 """The conjecture's AUROC, its margin for signals of the stack, its horizon in optimizer steps; rows of a median."""
+STEPS_OF_A_GENERATION = 2
+SINCE = "collapse_risk, rows since the fault began"
+ALARM, PATIENCE = 0.5, 3
+"""The risk at which ``control`` acts, and the rows in a row after which ``stop`` ends a run."""
 FEWEST = 8
 """Collapsed runs, and others, that each task needs for a verdict."""
 LOSSES = {"ppo": PLAIN, "tis": TIS, "ppo_is": PPO_IS, "no_clip": NO_CLIP}
@@ -195,16 +199,53 @@ def predictions(runs: Sequence[Outcome], names: Sequence[str], test: Task, *, sa
     return scored
 
 
-def by_risk(runs: Sequence[Outcome], test: Task) -> list[Scored]:
-    """The kit's own collapse risk, which nobody fitted to these runs."""
+def by_risk(runs: Sequence[Outcome], test: Task, *, faulty: bool = False) -> list[Scored]:
+    """The kit's own collapse risk, which nobody fitted to these runs.
+
+    Args:
+        runs: all runs.
+        test: the task to judge.
+        faulty: only rows since the fault began: before it, a later collapse cannot be seen by anything.
+    """
     found = []
     for run in runs:
         table = table_of(run, FOUR) if run["task"] == test else None
-        if table is not None:
-            found.append(
-                Scored(np.asarray(run["rows"]["risk"])[2 : 2 + len(table.labels)], table.labels, table.collapsed)
-            )
+        if table is None:
+            continue
+        rows = slice(2, 2 + len(table.labels))
+        kept = np.asarray(run["rows"]["step"])[rows] > (STEPS_OF_A_GENERATION * run["drawn"]["onset"] if faulty else 0)
+        if kept.any():
+            scores = np.asarray(run["rows"]["risk"])[rows]
+            found.append(Scored(scores[kept], table.labels[kept], table.collapsed))
     return found
+
+
+class Alarms(NamedTuple):
+    """How often the risk reaches 0.5: in so many runs at all, and so many rows in a row as end a run.
+
+    Args:
+        once: runs with a row of 0.5 or more; of collapsed ones, before the collapse.
+        held: runs with ``patience`` such rows, one after the other.
+        runs: of how many.
+    """
+
+    once: int
+    held: int
+    runs: int
+
+
+def alarms(runs: Sequence[Outcome], *, collapsed: bool) -> Alarms:
+    """Of the runs that collapsed, or of those that did not."""
+    once = held = count = 0
+    for run in runs:
+        if (run["collapse"] is not None) != collapsed:
+            continue
+        steps, risk = np.asarray(run["rows"]["step"]), np.asarray(run["rows"]["risk"])
+        above = risk[steps < run["collapse"]] >= ALARM if collapsed else risk >= ALARM
+        count += 1
+        once += bool(above.any())
+        held += any(above[row : row + PATIENCE].all() for row in range(len(above) - PATIENCE + 1))
+    return Alarms(once, held, count)
 
 
 def by_row(scored: Sequence[Scored]) -> float:
@@ -231,6 +272,7 @@ def measured(runs: Sequence[Outcome]) -> dict[str, dict[str, dict[str, common.Ra
         scores = {name: predictions(runs, names, test) for name, names in SETS.items()}
         same = {name: predictions(runs, names, test, same=True) for name, names in SETS.items()}
         scores["collapse_risk, unfitted"] = by_risk(runs, test)
+        scores[SINCE] = by_risk(runs, test, faulty=True)
         found[test] = {
             name: {"row": common.bootstrap(scored, by_row), "run": common.bootstrap(scored, by_run)}
             for name, scored in scores.items()
@@ -280,11 +322,18 @@ def find(runs: Sequence[Outcome]) -> Finding:
         for name, one in found[test].items()
     ]
     header = ["from, to", "predictor", "AUROC by row", "by run", "by row, same task", "what the stack adds by row"]
+    warned, false = alarms(runs, collapsed=True), alarms(runs, collapsed=False)
     numbers = {
         "collapsed_of_runs": counts,
+        "alarms": {"before a collapse": warned._asdict(), "no collapse": false._asdict()},
         "auroc": {t: {n: {k: v._asdict() for k, v in one.items()} for n, one in found[t].items()} for t in TASKS},
     }
     said = "; ".join(f"{task}: {one[0]} of {one[1]} runs collapsed" for task, one in counts.items())
+    said += (
+        f". The risk reached {ALARM} before {warned.once} of {warned.runs} collapses, and in {false.once} of "
+        f"{false.runs} runs without one; in {PATIENCE} rows in a row, at which `control: stop` ends a run, "
+        f"{warned.held} and {false.held}"
+    )
     return Finding(verdict, why, common.markdown(header, rows) + f"\n{said}.\n", numbers)
 
 
@@ -309,7 +358,7 @@ def draw(runs: Sequence[Outcome]) -> str:
 
 def bars(axes: Axes, found: Mapping[str, Mapping[str, Mapping[str, common.Range]]]) -> None:
     """By row, with intervals; the line is what the conjecture asks for."""
-    names = [*SETS, "collapse_risk, unfitted"]
+    names = [*SETS, "collapse_risk, unfitted", SINCE]
     for shift, (test, colour, marker) in zip(
         (-0.12, 0.12), zip(TASKS, (BLUE, ORANGE), ("o", "s"), strict=True), strict=True
     ):

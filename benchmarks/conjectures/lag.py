@@ -31,6 +31,7 @@ from docs.drawing import label, legend_below, to_svg
 from trl_offpolicy.diagnosis.report.plots import BLUE, ORANGE
 
 LAGS = (1, 10, 50, 100, 200, 400, 800)
+STEPS = 800
 NOTHING = op.Correction(measure=())
 OBJECTIVES = {
     "oapl": op.Objective(
@@ -57,7 +58,7 @@ class Settings(common.CommonSettings):
         bias_batches: of 2 prompts, in the measurement of the bias at the first two probes.
     """
 
-    steps: int = 800
+    steps: int = STEPS
     groups: int = 4
     probes: int = 8
     probe_groups: int = 16
@@ -208,8 +209,32 @@ def criteria(runs: Sequence[Outcome]) -> dict[str, Judge]:
 
 
 def early_ess(run: Outcome) -> float:
-    """ESS before the first two syncs, a fraction: known before the run has collapsed."""
+    """ESS before the first two syncs, a fraction. With a long lag these are late, maybe later than a collapse."""
     return float(np.mean(run["ess"][:2]))
+
+
+def fallen_before_the_ess(runs: Sequence[Outcome]) -> tuple[int, int]:
+    """Collapsed runs whose reward had fallen by 30 % when the second ESS was measured, of how many collapsed ones."""
+    late = collapsed = 0
+    for run in runs:
+        if is_stable(run):
+            continue
+        collapsed += 1
+        every = STEPS / (len(run["rewards"]) - 1)
+        lowest = (1 - DROP) * max(run["rewards"])
+        best = int(np.argmax(run["rewards"]))
+        fallen = next(place for place, value in enumerate(run["rewards"]) if place > best and value <= lowest)
+        late += measured_at(run["lag"], every)[:2][-1] >= fallen * every
+    return late, collapsed
+
+
+def measured_at(lag: int, every: float) -> list[int]:
+    """The steps at which :func:`train` measures the ESS."""
+    at: list[int] = []
+    for step in range(lag, STEPS + 1, lag):
+        if len(at) < step / every:
+            at.append(step)
+    return at
 
 
 class Boundary(NamedTuple):
@@ -258,7 +283,8 @@ class Law(NamedTuple):
         unstable: runs that are not good, of how many.
         alpha: exponent of the ESS in the largest lag.
         c: the largest lag at ESS = 1.
-        separated: AUROC of that law, of the ESS alone (low = unstable) and of the lag alone.
+        separated: AUROC of that law, of the ESS alone (low = unstable), of the lag alone, and of the learning rate
+            alone.
         rate_slope: d log(largest learning rate) / d log(lag); the law of 2607.01083 has -1 (staleness binds) or 0
             (the horizon binds).
         bias: exponent of the gradient's relative bias in lag x learning rate; the law has 1.
@@ -267,7 +293,7 @@ class Law(NamedTuple):
     unstable: tuple[int, int]
     alpha: common.Range
     c: float
-    separated: tuple[float, float, float]
+    separated: tuple[float, float, float, float]
     rate_slope: common.Range
     bias: common.Range
 
@@ -291,11 +317,12 @@ def law(runs: Sequence[Outcome], good: Judge) -> Law:
     both = boundary(runs, "ess", "lag", good)
     by_ess = common.auroc([-QUANTITIES["ess"](run) for run in runs], unstable)
     by_lag = common.auroc([QUANTITIES["lag"](run) for run in runs], unstable)
+    by_rate = common.auroc([QUANTITIES["rate"](run) for run in runs], unstable)
     return Law(
         unstable=(sum(unstable), len(runs)),
         alpha=common.bootstrap(runs, lambda some: boundary(some, "ess", "lag", good).slope),
         c=math.exp(min(both.constant, 50.0)) if math.isfinite(both.constant) else float("nan"),
-        separated=(both.separated, by_ess, by_lag),
+        separated=(both.separated, by_ess, by_lag, by_rate),
         rate_slope=common.bootstrap(runs, lambda some: boundary(some, "lag", "rate", good).slope),
         bias=common.bootstrap(runs, bias_exponent),
     )
@@ -333,9 +360,15 @@ def find(runs: Sequence[Outcome]) -> Finding:
         for key, one in laws.items()
     ]  # fmt: skip
     header = ["task", "objective", "tolerated means", "runs that fail", "alpha", "c"]
-    header += ["separated by the law / ESS / lag", "slope of the largest rate", "exponent of the bias"]
+    header += ["separated by the law / ESS / lag / rate", "slope of the largest rate", "exponent of the bias"]
     numbers = {" ".join(key): as_numbers(one) for key, one in laws.items()}
-    return Finding(verdict, why, f"{common.markdown(header, rows)}\n{cells_table(runs)}", numbers)
+    late = [
+        f"{late} of {collapsed} in {task}"
+        for task in RATES
+        for late, collapsed in [fallen_before_the_ess(of(runs, task, "oapl"))]
+    ]
+    said = f"Runs with OAPL that had fallen by 30 % when the second ESS was measured: {', '.join(late)}."
+    return Finding(verdict, why, f"{common.markdown(header, rows)}\n{said}\n\n{cells_table(runs)}", numbers)
 
 
 def as_numbers(one: Law) -> dict[str, Any]:

@@ -86,11 +86,15 @@ def restore(lines: Path, out: Path) -> None:
 def report(conjecture: Conjecture, runs: Sequence[Outcome], args: argparse.Namespace, cost: dict[str, Any]) -> None:
     """Print table and verdict, and write the four files."""
     found = conjecture.find(runs)
+    made = {**made_by(args, runs), "cost": cost}
+    old = args.results / f"{args.conjecture}.json"
+    if args.report and old.exists():  # the runs are as old as they were
+        earlier = json.loads(old.read_text())
+        made = {key: earlier.get(key, value) for key, value in made.items()} | {"reported": made["date"]}
     result = {
         "verdict": found.verdict,
         "why": found.why,
-        **made_by(args, runs),
-        "cost": cost,
+        **made,
         "settings": runs[0]["settings"],
         "numbers": found.numbers,
     }
