@@ -108,7 +108,6 @@ class Generation:
         self._prompts: Prompts | None = None
         self._begun: AgentBatch | None = None  # the batch that begins
         self._announced = False  # how the trainer's distribution is cut
-        self.sees_late = False  # whether an engine has reported tokens of older weights, without `async_rollouts`
         self._told_ids = False  # what the check of the first batch's ids showed
 
     # --------------------------------------------------------------------------------------------------------- engine
@@ -330,6 +329,7 @@ class Generation:
         if bad := not_finite(by_token):
             screen.fail(bad)
         screened = screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
+        rollouts = replace(rollouts, tool_mask=screened.mask_of(rollouts.completion_ids, rollouts.tool_mask))
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
         rows: dict[str, Any] = collate(rollouts, pad=self.prompts.pad, device=module.device)
@@ -440,7 +440,6 @@ class Generation:
             rows["policy_versions"] = row_or_token_versions(
                 sampled.completions.rollouts, length=length, current=version, device=device, where=self._sampler
             )
-            self.sees_late |= rows["policy_versions"].dim() > 1
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)

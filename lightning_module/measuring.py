@@ -110,15 +110,14 @@ class Measuring:
         self._steps += 1
         return step
 
-    def close(self, objective: Objective, device: torch.device, *, stale: bool = False) -> dict[str, float]:
+    def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
         """All numbers since the last call, over all ranks. All ranks call it; the next window then begins.
 
         Args:
             objective: the loss, whose numbers also get TRL's names.
             device: of the metrics.
-            stale: whether rows may be older than the weights (:meth:`~trl_offpolicy.stats.Stats.measured`).
         """
-        values = self.stats.all_reduce(gather_rows).measured(stale=stale).compute()
+        values = self.stats.all_reduce(gather_rows).measured().compute()
         named: dict[str, float] = {"loss": float(self.loss.compute()), **self._times()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}

@@ -511,9 +511,8 @@ class OffPolicyGRPOModule(LightningModule):
 
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
         wrapped = self.trainer.strategy.model or self
-        stale = self.ahead is not None or self.generation.sees_late
         logs = {
-            **self.measuring.close(self.objective, self.device, stale=stale),
+            **self.measuring.close(self.objective, self.device),
             "grad_norm": gradient_norm(self.policy, flattened=is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }

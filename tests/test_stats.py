@@ -9,6 +9,7 @@ import torch
 from batches import policy_batch
 
 from trl_offpolicy import Correction, Objective, RatioBand, RawWeight, Stat, Stats
+from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.functional.diagnostics import fraction
 from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.stats import Group
@@ -41,20 +42,19 @@ def test_rows_of_older_weights_without_an_old_policy_have_no_mismatch(versions, 
     rows = replace(whole, old_per_token_logps=None, policy_versions=torch.tensor(versions), current_version=4)
     stats = Correction(weight=RawWeight())(rows).stats
 
-    for stale in (True, False):
-        keys = stats.measured(stale=stale).compute()
-        assert [f"offpolicy/{name}/kl_k1" in keys for name in ("mismatch", "kept")] == [left] * 2
-        assert keys["offpolicy/total/kl_k1"] == stats.compute()["offpolicy/total/kl_k1"] != 0
+    keys = stats.measured().compute()
+    assert [f"offpolicy/{name}/kl_k1" in keys for name in ("mismatch", "kept")] == [left] * 2
+    assert keys["offpolicy/total/kl_k1"] == stats.compute()["offpolicy/total/kl_k1"] != 0
 
 
 def test_a_step_whose_responses_are_all_masked_measures_no_ratio_and_no_weight():
     """A correlation of 0 over nothing read as a broken engine."""
     rows = replace(policy_batch([[1.5, 0.7]]), completion_mask=torch.zeros(1, 2, dtype=torch.bool))
     stats = Correction(weight=RawWeight(), keep=(RatioBand(low=0.5, high=2.0),))(rows).stats
-    groups = {key.split("/")[1] for key in stats.measured(stale=False).compute()}
+    groups = {key.split("/")[1] for key in stats.measured().compute()}
     assert "keep" in groups and not groups & {"mismatch", "kept", "staleness", "total", "weight", "weight_applied"}
     observed = Correction(weight=RawWeight())(policy_batch([[1.5, 0.7]])).stats
-    assert observed.measured(stale=False).compute() == observed.compute()
+    assert observed.measured().compute() == observed.compute()
 
 
 def test_names_with_and_without_prefix():
@@ -162,7 +162,35 @@ def test_groups_that_are_spread_over_ranks_are_one_cluster():
     assert alone["offpolicy/mismatch/kl_k1_ci95"] != pytest.approx(whole["offpolicy/mismatch/kl_k1_ci95"], rel=0.1)
 
 
-def all_reduced(parts):
+def test_ranks_may_have_met_their_groups_in_another_order():
+    first, second = ranked = [Correction(weight=RawWeight())(policy_batch([[1.5, 0.7]])).stats for _ in range(2)]
+    turned = Stats(dict(reversed(second.groups.items())))
+    assert list(turned.groups) != list(first.groups)
+    whole = all_reduced(ranked)[0].compute()
+    for reduced in all_reduced([first, turned]):
+        assert reduced.compute() == pytest.approx(whole, rel=1e-12)
+    assert list(all_reduced([first, turned])[1].groups) == list(turned.groups)
+
+
+def test_ranks_that_measured_different_groups_all_say_so():
+    whole = Correction(weight=RawWeight())(policy_batch([[1.5, 0.7]])).stats
+    part = Stats({name: one for name, one in whole.groups.items() if name != "total"})
+
+    def refused(stats, gather):
+        with pytest.raises(RuntimeError, match="All ranks must measure the same groups"):
+            stats.all_reduce(gather)
+        return True
+
+    assert all_reduced([whole, part], after=refused) == [True, True]
+
+
+def test_a_noise_floor_over_no_token_is_not_one_of_0():
+    logps = torch.zeros(2, 3)
+    empty, some = (noise_floor(logps, logps, torch.full((2, 3), there)).measured().compute() for there in (False, True))
+    assert empty == {} and some["offpolicy/noise_floor/kl_k3"] == 0.0
+
+
+def all_reduced(parts, after=Stats.all_reduce):
     """``Stats.all_reduce`` on one thread a rank, with a gather that waits for all of them."""
     barrier, slots = threading.Barrier(len(parts)), [None] * len(parts)
 
@@ -174,7 +202,7 @@ def all_reduced(parts):
             barrier.wait(timeout=60)
             return whole
 
-        return parts[rank].all_reduce(gather)
+        return after(parts[rank], gather)
 
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(run, range(len(parts))))

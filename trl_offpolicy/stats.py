@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -97,38 +98,45 @@ class Stats(Mapping[str, Stat]):
         return Stats(merged)
 
     def all_reduce(self, gather: Callable[[Tensor], Tensor]) -> Stats:
-        """Merge over ranks: one collective for all moments, and two for the rows of all intervals.
+        """Merge over ranks: one collective for all moments; for the rows of all intervals one before it, and one after.
 
         Args:
             gather: all-gathers a (N,) float64 tensor to (world * N,) or (world, N), e.g. ``accelerator.gather``.
+
+        Raises:
+            RuntimeError: on all ranks: they measured different groups. It is seen if a group has intervals.
         """
         if not self.groups:
             return self
+        groups = dict(sorted(self.groups.items()))  # ranks may have met them in another order
+        longest = _agreed_length(groups, gather)
         # One vector per rank: sums and maxima of the first group, then of the second, and so on.
-        parts = [part for group in self.groups.values() for part in (group.moments.sums, group.moments.maxima)]
+        parts = [part for group in groups.values() for part in (group.moments.sums, group.moments.maxima)]
         ranks = gather(torch.cat(parts)).view(-1, sum(len(part) for part in parts))
         columns = iter(torch.split(ranks, [len(part) for part in parts], dim=1))
         reduced = {}
-        for name, group in self.groups.items():
+        for name, group in groups.items():
             sums, maxima = next(columns).sum(0), next(columns).amax(0)
             reduced[name] = group._replace(moments=Moments(group.moments.layout, sums, maxima))
-        return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
+        if longest is not None:
+            reduced = _gather_rows(reduced, longest, gather)
+        return Stats({name: reduced[name] for name in self.groups})
 
-    def measured(self, *, stale: bool) -> Stats:
+    def measured(self) -> Stats:
         """The stats without those that were not really measured. One transfer to the host, on which the result is.
 
         A ratio that no token has is left out: a correlation of 0 over nothing would read as a broken engine. So are
         ``kept/*`` where nothing of the mismatch is known, and the weights where nothing of any ratio is, as in a step
-        whose responses are all masked. If rows may be ``stale``, so are ``mismatch/*`` and ``kept/*`` unless some row
-        was sampled by the current weights or carries old log-probs.
+        whose responses are all masked. Rows of older weights have no mismatch if they carry no old log-probs.
         """
         if not self.groups:
             return self
         found = _on_host(self.groups).groups
         ratios = [name for name in ("mismatch", "staleness", "total") if name in found]
-        empty = [name for name in ratios if not found[name].moments["tokens"] + found[name].moments["nonfinite"] > 0]
+        counted = [*ratios, *(("noise_floor",) if "noise_floor" in found else ())]
+        empty = [name for name in counted if not found[name].moments["tokens"] + found[name].moments["nonfinite"] > 0]
         unmeasured = {*empty, *(("kept",) if "mismatch" in empty else ())}
-        if ratios and len(empty) == len(ratios):
+        if ratios and set(ratios) <= set(empty):
             unmeasured |= {"kept", "weight", "weight_applied"}
         return Stats({name: group for name, group in found.items() if name.partition("#")[0] not in unmeasured})
 
@@ -181,15 +189,35 @@ def _on_host(groups: Mapping[str, Group]) -> Stats:
     )
 
 
-def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:
+def _agreed_length(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> int | None:
+    """Rows of the longest table of any rank, to which all are padded; None if no group has rows, or on one rank.
+
+    A collective needs the same shape from every rank, so ranks first show that they hold the same groups.
+    """
+    tables = [group.rows.values for group in groups.values() if group.rows is not None]
+    if not tables:
+        return None
+    held = [
+        (name, len(one.moments.sums), len(one.moments.maxima), one.rows is not None) for name, one in groups.items()
+    ]
+    # 48 bits are exact in float64
+    signature = int.from_bytes(hashlib.sha256(repr(held).encode()).digest()[:6], "big")
+    mine = torch.tensor([signature, max(map(len, tables))], dtype=torch.float64, device=tables[0].device)
+    ranks = gather(mine).view(-1, 2)
+    if len(ranks) == 1:
+        return None  # nothing to add, and nothing to wait for
+    signatures, lengths = ranks.T.tolist()
+    if any(other != signature for other in signatures):
+        raise RuntimeError(
+            "All ranks must measure the same groups, but they differ: one has a mask of tool tokens, token ids or lags "
+            f"where another has none. This rank has {', '.join(dict.fromkeys(n.partition('#')[0] for n in groups))}."
+        )
+    return int(max(lengths))
+
+
+def _gather_rows(groups: dict[str, Group], longest: int, gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:
     """The rows of all ranks, which may hold different numbers of them. A padding row has no tokens and is ignored."""
     tables = {name: group.rows for name, group in groups.items() if group.rows is not None}
-    if not tables:
-        return groups
-    device = next(iter(tables.values())).values.device
-    # A collective needs the same shape from every rank, so all tables are padded to the longest one of any rank.
-    length = max(len(rows.values) for rows in tables.values())
-    longest = int(gather(torch.tensor([length], dtype=torch.float64, device=device)).max())
     flat = torch.cat([_padded(rows, longest).flatten() for rows in tables.values()])
     ranks = gather(flat).view(-1, len(flat))
     pieces = torch.split(ranks, [longest * (rows.values.shape[1] + 1) for rows in tables.values()], dim=1)

@@ -65,6 +65,17 @@ def test_after_three_rejections_in_a_row_the_run_goes_on() -> None:
     assert judged([0.01, 0.1, 0.1], patience=1)[0] == [True, False, True]
 
 
+def test_the_first_update_after_a_resume_stays_but_a_large_gap_is_no_usual_one() -> None:
+    model, notes = nn.Linear(1, 1, bias=False), list[Action]()
+    whole = gate(model, notes)
+    assert all(whole.accepts(update, math.exp(-0.002)) for update in range(3))
+    resumed = gate(model, notes)
+    resumed.load_state_dict(whole.state_dict())
+    assert not whole.accepts(3, math.exp(-0.5)) and resumed.accepts(3, math.exp(-0.5))
+    assert not resumed.accepts(4, math.exp(-0.1))  # its bound is still that of gaps of 0.002
+    assert resumed.accepts(5, math.exp(-0.003)) and resumed.state_dict()["gaps"] == pytest.approx([0.002] * 3 + [0.003])
+
+
 def test_rejections_are_counted_and_named() -> None:
     model, notes = nn.Linear(1, 1, bias=False), list[Action]()
     one = gate(model, notes)

@@ -157,6 +157,21 @@ def test_stop_ends_the_run(stock: Stock) -> None:
     assert trainer.state.global_step == 2 and (Path(trainer.args.output_dir) / "checkpoint-2").is_dir()
 
 
+def test_a_step_of_cut_responses_is_no_broken_engine(stock: Stock) -> None:
+    """Every completion is cut, so that no token is left to compare."""
+
+    class Cut(Engine):
+        def _words(self) -> list[int]:
+            return super()._words()[:2]  # without the end
+
+    trainer = stock(Cut(noise=0.3), mask_truncated_completions=True)
+    op.attach(trainer, control={"policy": "stop", "patience": 1}, write_report=False)
+    trainer.train()
+    rows = records(trainer)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert not any(key.startswith("offpolicy/mismatch/") for row in rows for key in row)
+
+
 def test_without_an_engine_it_says_so(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
     trainer = stock()
     op.attach(trainer, write_report=False)

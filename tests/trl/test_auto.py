@@ -100,7 +100,7 @@ def test_a_resumed_run_decides_as_if_it_had_not_stopped(build: Build, options: d
             self.random.manual_seed(trainer.state.global_step)
             return super().__call__(prompts, trainer)
 
-    noises = [QUIET] * 4 + [LOUD] * 8
+    noises = [QUIET] * 3 + [LOUD] * 9  # the generation before the checkpoint is the first of the streak
     common = {"offpolicy": AUTO, "max_steps": 12, "learning_rate": 1e-4, **WIDE, **options}
     first = build(Fixed(noises), **common, save_strategy="steps", save_steps=4)
     first.train()

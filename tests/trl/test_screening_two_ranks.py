@@ -1,4 +1,4 @@
-"""Two processes of the TRL trainer, of which only the second sees a reply that cannot be used."""
+"""Two processes of the TRL trainer, of which only the second sees a reply that cannot be used, or a tool's tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +47,34 @@ def train(folder: Path, mode: str, rank: int) -> dict[str, Any]:
     }
 
 
+class WithTools(Engine):
+    """The second rank's rollout function says of the last token of each completion that a tool wrote it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(noise=0.3)
+        self.random.manual_seed(rank)
+        self.masks = rank == 1
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        if self.masks:
+            output["env_mask"] = [[1] * (len(row) - 1) + [0] for row in output["completion_ids"]]
+        return output
+
+
+def with_tools(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = two_ranks.tiny_trainer(folder, "tools", WithTools(rank), max_steps=2, offpolicy="paper/tis")
+    outputs = generation_batches(trainer)
+    trainer.train()
+    return {
+        "masked": int((outputs[0]["tool_mask"] == 0).sum()),
+        "rows": [row for row in trainer.state.log_history if "loss" in row],
+    }
+
+
 def train_both(folder: Path, rank: int) -> dict[str, Any]:
-    return {mode: train(folder, mode, rank) for mode in ("drop", "raise")}
+    found = {mode: train(folder, mode, rank) for mode in ("drop", "raise")}
+    return {**found, "tools": with_tools(folder, rank)}
 
 
 @pytest.mark.integration
@@ -72,6 +98,11 @@ def test_one_rank_sees_it_and_both_go_on_or_both_stop(tmp_path: Path) -> None:
         first["raise"]["error"].startswith("RolloutError: 1 of 8 replies")
         and "Rank 1: row 1" in first["raise"]["error"]
     )
+
+    # a mask of one rank is one of both: all measure what comes after a tool
+    assert first["tools"]["masked"] == 0 < second["tools"]["masked"]
+    assert all("offpolicy/mismatch/kl_k1" in row for row in first["tools"]["rows"])
+    assert len(first["tools"]["rows"]) == 2
 
 
 if __name__ == "__main__":

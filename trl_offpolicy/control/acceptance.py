@@ -102,19 +102,21 @@ class UpdateGate:
         """Whether the update that made ``version`` stays. All ranks pass the same agreement of the proof."""
         gap = -math.log(max(agreement, 1e-300))
         bound = self._rule.bound(self._gaps)
-        if gap > bound and self._weights and self._in_a_row < self._rule.patience:
+        unusual, resumed = gap > bound, not self._weights
+        if unusual and not resumed and self._in_a_row < self._rule.patience:
             self._in_a_row += 1
             self.rejected += 1
             why = f"the gap to the engine is {gap:.3g} nats, above {bound:.3g}"
             self._note(Action(version, self._rule.name, self._rule.setting, 1, 0, why))
             return False
         self._in_a_row = 0
-        self._gaps = [*self._gaps, gap][-self._rule.history :]
+        if not (unusual and resumed):  # it stays because there is nothing to go back to; that makes it no usual one
+            self._gaps = [*self._gaps, gap][-self._rule.history :]
         self._weights = {name: value.detach().cpu().clone() for name, value in self._parameters().items()}
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What judges later updates, as plain values. The first sync of a resumed run keeps its weights again."""
+        """What judges later updates, as plain values, without the weights: a resumed run keeps its first sync."""
         return {"gaps": list(self._gaps), "in_a_row": self._in_a_row, "rejected": self.rejected}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

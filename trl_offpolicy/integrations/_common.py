@@ -247,7 +247,7 @@ class Recorder:
         if self._step == 0:
             self._writer.begin(0, seed=None)
         self._step += 1
-        self._writer.log(self._step, self._pending.compute())
+        self._writer.log(self._step, self._pending.measured().compute())
         self._pending = Stats({})
 
 

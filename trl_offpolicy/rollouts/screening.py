@@ -110,13 +110,19 @@ def fault_of(ids: Sequence[int], logps: Sequence[float | None] | None, *, vocabu
 
 
 class _Tally(NamedTuple):
-    """What one rank found in a generation batch. ``logps``: any was finite; None = there is none to look at."""
+    """What one rank found in a generation batch.
+
+    Args:
+        logps: any was finite; None = there is none to look at.
+        masked: it has a mask of tokens that the engine did not sample.
+    """
 
     rows: int
     reasons: dict[int, str]
     tokens: int
     retried: int
     logps: bool | None
+    masked: bool
 
 
 @dataclass(frozen=True)
@@ -128,12 +134,18 @@ class Screened:
         here: numbers of those of this rank.
         tokens: trainable tokens that they held, over all ranks.
         counts: (bad, asked, dropped, retried) replies of this rank.
+        masked: some rank has a mask of tokens that its engine did not sample.
     """
 
     rows: tuple[int, ...] = ()
     here: tuple[int, ...] = ()
     tokens: int = 0
     counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    masked: bool = False
+
+    def mask_of(self, completions: Sequence[Sequence[int]], mask: list[list[int]] | None) -> list[list[int]] | None:
+        """``mask``; of all tokens if only other ranks have one, so that all ranks measure the same groups."""
+        return [[1] * len(row) for row in completions] if self.masked and mask is None else mask
 
     def without_rewards(self, rewards: Tensor, *, local: bool = False) -> Tensor:
         """Rewards (N, K) with NaN in the dropped rows, so that no baseline counts them.
@@ -382,6 +394,7 @@ class Screen:
             tuple(sorted(mine.reasons)),
             sum(tally.tokens for tally in tallies),
             (dropped + retried, mine.rows, dropped, retried),
+            any(tally.masked for tally in tallies),
         )
 
     def agree_on_scores(self) -> None:
@@ -407,7 +420,7 @@ class Screen:
         reasons, self._marked = self._marked, {}
         tokens = sum(len(completions[row]) if mask is None else sum(mask[row]) for row in reasons)
         if logps is None:
-            return _Tally(len(completions), reasons, tokens, self._retried, None)
+            return _Tally(len(completions), reasons, tokens, self._retried, None, mask is not None)
         any_token = any_logp = False
         for row, values in enumerate(logps):
             bad = next((value for value in values if isinstance(value, Unusable)), None)
@@ -420,7 +433,8 @@ class Screen:
                 own = values if mask is None else [one for one, here in zip(values, mask[row], strict=True) if here]
                 any_token |= bool(own)
                 any_logp = any(one is not None and math.isfinite(one) for one in own)
-        return _Tally(len(completions), reasons, tokens, self._retried, any_logp if any_token else None)
+        found = any_logp if any_token else None
+        return _Tally(len(completions), reasons, tokens, self._retried, found, mask is not None)
 
     def _tell(self, reasons: Sequence[tuple[int, int, str]], asked: int, ranks: int) -> None:
         listed = [_said(f"row {row}: {why}.", rank, ranks) for rank, row, why in reasons[:_LISTED]]

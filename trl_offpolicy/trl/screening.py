@@ -108,15 +108,19 @@ class TrainerScreen:
     def agree(
         self,
         completions: Sequence[Sequence[int]],
-        mask: Sequence[Sequence[int]] | None,
+        mask: list[list[int]] | None,
         logps: Sequence[Sequence[float | None]] | None,
-    ) -> None:
+    ) -> list[list[int]] | None:
         """Agree with the other ranks on the rows that leave the batch. All ranks call it, before rewards are given.
+
+        Returns:
+            The mask, which a rank without tool tokens has too if another has one.
 
         Raises:
             RolloutError: on all ranks (:meth:`Screen.agree`).
         """
         self.screened = self.screen.agree(completions, logps, mask)
+        return self.screened.mask_of(completions, mask)
 
     def rewards(self, by_function: Tensor) -> Tensor:
         """The (N, K) rewards of all ranks, NaN in the dropped rows: TRL then leaves them out of every baseline.

@@ -58,7 +58,7 @@ from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.trl.agents import TrainerAgents, agents_ahead, read_reply
 from trl_offpolicy.trl.ahead import sample_ahead
-from trl_offpolicy.trl.auto import choose_correction, judge_first
+from trl_offpolicy.trl.auto import choose_correction, judge_first, load_generation, save_generation
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
 from trl_offpolicy.trl.checkpoints import resumed_from, saved_whole
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
@@ -195,11 +195,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         reading = rebound(grpo_trainer, parse_response=read_reply)
         with self._clock.part("generation", counted=self.model.training), reading:
             generated = super()._generate(prompts)
-        _, completions, tool_mask, _, logps, *_ = generated
+        prompt_ids, completions, tool_mask, texts, logps, *others = generated
         if not self.model.training:
             self._held_out.sampled(completions, tool_mask)
-        self._screen.agree(completions, tool_mask, logps)
-        return generated
+        tool_mask = self._screen.agree(completions, tool_mask, logps)
+        return prompt_ids, completions, tool_mask, texts, logps, *others
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method; what transformers' ``generate`` keeps of a truncated distribution is noted."""
@@ -489,7 +489,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if mode == "eval":
             self._metrics[mode].update({name: [value] for name, value in self._held_out.close().items()})
         if (stats := self._stats.pop(mode, None)) is not None:
-            values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
+            values = stats.all_reduce(self.accelerator.gather).measured().compute()
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
             for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)
@@ -544,6 +544,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with saved_whole(self, trial) as folder:
             super()._save_checkpoint(model, trial)
+            if self._auto is not None:
+                save_generation(self._auto, folder, writes=self.args.should_save)
             if self.args.should_save:
                 self._save_parts(folder)
 
@@ -557,6 +559,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._kl = load_state(Path(checkpoint), self._kl, **self._stateful)
+            if self._auto is not None:
+                load_generation(self, self._auto, Path(checkpoint))
             if self._ahead is not None:
                 self._ahead.load(Path(checkpoint))
 
