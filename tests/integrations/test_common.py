@@ -50,6 +50,7 @@ def test_a_method_is_a_preset_with_changes_around_the_frameworks_own_loss():
         ({"preset": "paper/tis", "objective": {"aggregation": "token_sum"}}, ValueError, "objective.aggregation"),
         ({"preset": "paper/tis", "objective": {"kl": {"coef": 0.1}}}, ValueError, "sets its KL term"),
         ({"preset": "paper/tis", "correction": {"normalize": "original"}}, NotImplementedError, "normalize='original'"),
+        ({"preset": "paper/gac"}, NotImplementedError, "also sets control of this kit's trainers"),
         (
             {"correction": {"keep": ["second_moment_budget"]}},
             NotImplementedError,
@@ -64,6 +65,28 @@ def test_what_a_hook_cannot_carry_is_refused_with_the_reason(spec, error, said):
         warnings.simplefilter("ignore")
         read(spec)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"preset": "slime/mis"},
+        {"preset": "paper/tis", "correction": {"normalize": "original", "normalize_over": "micro_batch"}},
+        {"correction": {"keep": [{"type": "second_moment_budget", "scope": "micro_batch"}]}},
+    ],
+)
+def test_a_hook_that_sees_one_sequence_refuses_what_needs_a_micro_batch(spec):
+    """Over one sequence a normalised weight is 1: nothing would be corrected."""
+    assert read(spec).objective.scope == "micro_batch"
+    with pytest.raises(NotImplementedError, match="one sequence at a time"):
+        read({**spec}, row_by_row=True, base=op.Objective(entropy_coef=0.5))
+    with pytest.raises(NotImplementedError, match="one sequence at a time"):
+        read({**spec}, row_by_row=True, base=op.Objective(entropy_coef=0.5))  # not remembered as one that was taken
+
+
+def test_a_reduction_that_a_preset_has_of_its_own_is_named():
+    with pytest.warns(UserWarning, match=r"reduces its loss as seq_mean_token_mean\. the framework reduces"):
+        read({"framework": "openrlhf", "options": {"policy_loss_type": "gspo"}})
 
 
 def test_a_row_is_written_after_each_optimizer_step_and_the_doctor_reads_it(tmp_path):

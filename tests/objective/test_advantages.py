@@ -119,6 +119,7 @@ def plain_token(x, row, *, weighted, multi_turn, alone):
     if not group:
         return [0.0] * int(x.mask[row].sum())
     steps = {i: energies(x, i, weighted) for i in group}
+    second = max((len(steps[i]) for i in group if i != row), default=0)
     for k, (t, _) in enumerate(steps[row]):
         paths = {}
         for i in group:
@@ -129,7 +130,9 @@ def plain_token(x, row, *, weighted, multi_turn, alone):
         r = x.rewards.tolist()
         baseline = sum(w * r[i] for i, w in paths.items()) / sum(paths.values())
         if len(paths) == 1:
-            baseline = 0.0 if alone == "return" else r[row]
+            baseline = r[row]
+        if alone == "return" and len(steps[row]) > second and (k if multi_turn else t) >= second:
+            baseline = 0.0
         out.append(r[row] - baseline)
     return out
 
@@ -491,6 +494,35 @@ def test_log_probs_that_are_not_finite_have_no_energy():
     energy = score_energy(logps, torch.tensor([[0.5, 0.5, 0.5]]), torch.ones(1, 3).bool())
 
     assert energy[0].tolist() == close([0.0, 1.5 - 2 / math.e, 1.5])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1, 1, 0, 1], [1, 0, 1, 1]],  # as many tokens, in other places
+        [[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0]],  # a gap behind the second-longest count
+        [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]],
+        [[1, 1, 1, 0], [0, 0, 0, 0]],
+    ],
+)
+def test_the_tail_of_the_longest_is_verls(mask):
+    """verl's ``handle_zero_tail`` counts tokens and cuts by position, also where a mask has gaps."""
+    mask = torch.tensor(mask).bool()
+    generator = torch.Generator().manual_seed(0)
+    energy, rewards = torch.rand(mask.shape, generator=generator), torch.rand(len(mask), generator=generator)
+    returns = rewards[:, None] * mask
+
+    path = (energy * mask).cumsum(-1) * mask
+    baselines = ((returns * path).sum(0) / path.sum(0).clamp(min=1e-8)).expand(mask.shape).clone()
+    lengths = mask.sum(-1)
+    second, longest = lengths.sort().values[-2:].tolist()
+    if longest > second:
+        baselines[lengths.argmax(), second:] = 0.0
+    expected = (returns - baselines) * mask
+
+    everyone, group = torch.ones(len(mask)).bool(), torch.zeros(len(mask)).long()
+    out = optimal_token_baseline(returns, energy, mask, group, everyone, alone="return")
+    assert out.flatten().tolist() == close(expected.flatten().tolist(), abs=1e-5)
 
 
 def test_without_energy_the_mean_takes_over():

@@ -157,3 +157,18 @@ def test_advantages_and_the_centre_of_the_clip_are_semantics():
 
 def test_the_order_of_terms_is_no_difference_where_nothing_is_dropped():
     assert "measured on" not in rows("paper/tis", "skyrl/token-tis")
+
+
+def test_terms_of_one_name_and_the_place_of_a_group_rejection():
+    def keeping(*terms):
+        return replace(op.presets.get("measure"), objective=op.Objective(correction=op.Correction(keep=terms)))
+
+    old = op.OffPolicySequenceMask(max_divergence=0.05, ratio="current/old")
+    near, far = (op.OffPolicySequenceMask(max_divergence=d, ratio="current/sampling") for d in (0.05, 0.5))
+    (found,) = op.presets.diff(keeping(old, near), keeping(old, far))
+    assert "0.05" in found.a and "0.5" in found.b
+    band, veto, group = op.RatioBand(low=0.5, high=2.0), op.OutlierVeto(low=1e-3), op.GroupRejection()
+    assert {"order"} == {
+        one.semantics for one in op.presets.diff(keeping(veto, band, group), keeping(veto, group, band))
+    }
+    assert [one.b for one in op.presets.diff(keeping(band, band), keeping(band))] == ["-"]

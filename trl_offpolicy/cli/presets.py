@@ -89,11 +89,12 @@ def _to_paste(name: str) -> str:
 
     options = {key: value for key, value in PRESETS[name].defaults.items() if value is not None}
     chosen = {"preset": name, "options": options} if options else name
-    parts = {key: value for key, value in plain_method(get(name)).items() if value and key != "preset"}
-    written = [("# to paste", chosen)]
-    if parts:
-        written.append(("# or the same by its parts", parts))
-    text = "".join(f"{comment}\n{yaml_text({'offpolicy': value}, {})}" for comment, value in written)
+    preset = get(name)
+    parts = {key: value for key, value in plain_method(preset).items() if value and key != "preset"}
+    written = [("# to paste", {"offpolicy": chosen})]
+    if parts or preset.trainer:  # which a preset sets beside offpolicy
+        written.append(("# or the same by its parts", {**({"offpolicy": parts} if parts else {}), **preset.trainer}))
+    text = "".join(f"{comment}\n{yaml_text(value, {})}" for comment, value in written)
     return textwrap.indent(text.rstrip("\n"), "  ")
 
 

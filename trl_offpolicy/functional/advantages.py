@@ -603,7 +603,8 @@ def optimal_token_baseline(
         multi_turn: count trainable tokens only, so that t is the t-th token that the policy wrote. The gaps between
             turns (tool output) differ from response to response. False: t is the position.
         alone: what a token gets that no other response of the group reaches: "zero" (the formula, B_t = G_t) or
-            "return" (B_t = 0, which is verl's ``handle_zero_tail`` and its default).
+            "return" (B_t = 0 in the one longest response of a group, from the position on that is the second largest
+            number of tokens; this is verl's ``handle_zero_tail`` and its default).
         path_weights: (B, 1) or (B, T), w; None = 1, and where w^2 is not finite W is 0. Importance weights go either
             here or into the energy.
 
@@ -651,5 +652,22 @@ def optimal_token_baseline(
     total, count = over_group(paths), over_group(seen)
     weighted = over_group(paths * everyone) / torch.where(total > 0, total, 1.0)
     baseline = torch.where(total > 0, weighted, over_group(everyone) / count.clamp(min=1.0))
-    single = present if alone == "return" else torch.zeros_like(present)
-    return torch.where(here, torch.where(count > 1, returns - baseline.float(), single), 0.0)
+    advantages = torch.where(count > 1, returns - baseline.float(), torch.zeros_like(present))
+    if alone == "return":
+        advantages = torch.where(_beyond_the_others(here, member.bool()), present, advantages)
+    return torch.where(here, advantages, 0.0)
+
+
+def _beyond_the_others(here: Tensor, member: Tensor) -> Tensor:
+    """(B, T) bool: the end of a group's one longest response, behind as many positions as the next one has tokens.
+
+    Args:
+        here: (B, T) bool, the tokens that count.
+        member: (B, N) bool, which of all ranks' responses belong to the group of each.
+    """
+    lengths = here.sum(-1)
+    of_group = torch.where(member, gather_rows(lengths).unsqueeze(0), -1)
+    # as many as the group's longest twice, if two are as long; 0 if there is no other response
+    second = torch.nn.functional.pad(of_group, (0, 1), value=0).topk(2, dim=-1).values[:, 1].clamp(min=0)
+    positions = torch.arange(here.shape[1], device=here.device)
+    return (lengths > second).unsqueeze(-1) & (positions >= second.unsqueeze(-1))

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import AveragedProximal
+from trl_offpolicy.presets.frameworks.options import tell
 from trl_offpolicy.presets.parsing import parse_correction, parse_objective, parse_preset
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.run_folder.writer import RunFolderWriter
@@ -74,7 +75,9 @@ class Method:
 _METHODS: dict[str, Method] = {}
 
 
-def read_method(spec: Any, *, where: str, framework: str, base: Objective | None = None) -> Method:
+def read_method(
+    spec: Any, *, where: str, framework: str, base: Objective | None = None, row_by_row: bool = False
+) -> Method:
     """The method that a framework's configuration names, read once.
 
     Args:
@@ -82,6 +85,7 @@ def read_method(spec: Any, *, where: str, framework: str, base: Objective | None
         where: the option's name in error messages.
         framework: the framework's name in error messages.
         base: the framework's own loss, for a method that names none.
+        row_by_row: the framework hands over one sequence at a time, not a micro-batch.
 
     Raises:
         ValueError: an unknown name, key or option, or a quantity that the framework sets.
@@ -90,7 +94,13 @@ def read_method(spec: Any, *, where: str, framework: str, base: Objective | None
     spec = _plain(spec)
     key = f"{where} {spec!r} {base!r}"
     if key not in _METHODS:
-        _METHODS[key] = _read(spec, where, framework, base or Objective())
+        method = _read(spec, where, framework, base or Objective())
+        if row_by_row and method.objective.scope == "micro_batch":
+            raise NotImplementedError(
+                f"{where} must have no part of scope micro_batch (a budget, a normalisation over it, an ESS of it): "
+                f"{framework} hands its hook one sequence at a time."
+            )
+        _METHODS[key] = method
     return _METHODS[key]
 
 
@@ -104,6 +114,11 @@ def _read(spec: Any, where: str, framework: str, base: Objective) -> Method:
     preset, said = parse_preset(spec, where=where)
     if preset.auto is not None:
         raise NotImplementedError(f"{where}: auto revises the correction while this kit's own trainers train.")
+    if preset.trainer:
+        raise NotImplementedError(
+            f"{where} must name a method that is a loss alone, but {preset.name} also sets {', '.join(preset.trainer)} "
+            f"of this kit's trainers. Name the parts of its loss alone, as correction and objective."
+        )
     if preset.advantages is not None or said.get("advantages") is not None:
         raise ValueError(f"{where}.advantages must be left out: {framework} makes the advantages.")
     own = said.get("objective") or {}
@@ -111,6 +126,11 @@ def _read(spec: Any, where: str, framework: str, base: Objective) -> Method:
         if name in own:
             raise ValueError(f"{where}.objective.{name} must be left out: {framework} sets {what}.")
     changes = {name: value for name, value in preset.objective_changes.items() if name not in OWN_FIELDS}
+    if "aggregation" in preset.objective_changes and not preset.name.lower().startswith(framework.lower()):
+        tell(
+            f"{where}: {preset.name} reduces its loss as {preset.objective.aggregation}. {framework} reduces it by its "
+            "own setting: set it to the same."
+        )
     if changed := [name for name in ("kl", "entropy_coef") if name in preset.objective_changes]:
         raise ValueError(f"{where} must not set {changed[0]}: {framework} sets {OWN_FIELDS[changed[0]]}.")
     objective = parse_objective(own, where=f"{where}.objective", base=replace(base, **changes))

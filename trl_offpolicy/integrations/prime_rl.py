@@ -35,7 +35,7 @@ def loss(inputs: Any, **kwargs: Any) -> Any:
         ValueError: a key or option is unknown, or prime-rl sets the quantity.
         NotImplementedError: the method needs more than one sequence.
     """
-    method = read_method(kwargs, where="trainer.loss.kwargs", framework="prime-rl")
+    method = read_method(kwargs, where="trainer.loss.kwargs", framework="prime-rl", row_by_row=True)
     batch = PolicyBatch(
         per_token_logps=inputs.trainer_logprobs.unsqueeze(0),
         sampling_per_token_logps=inputs.inference_logprobs.unsqueeze(0),

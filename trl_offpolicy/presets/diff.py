@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.correction.measure import term_names
+from trl_offpolicy.correction.terms import GroupRejection, KeepTerm, Weight
 from trl_offpolicy.correction.terms.base import number, settings_text
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.objective import Objective
@@ -49,9 +50,10 @@ def diff(a: str | Preset, b: str | Preset) -> list[Difference]:
 def semantics(preset: Preset) -> dict[str, str]:
     """Everything about a preset that changes a number, as text."""
     correction = preset.correction or Correction()
+    keep = correction.keep
     return {
         **_weight_rows(correction.weights),
-        **{f"keep: {term.name}": _keep_row(term) for term in correction.keep},
+        **{f"keep: {name}": _keep_row(term) for name, term in zip(term_names(keep), keep, strict=True)},
         **_correction_rows(correction),
         **_objective_rows(preset.objective),
         "advantages": _named(preset.advantages) if preset.advantages is not None else "the trainer's",
@@ -83,6 +85,10 @@ def _correction_rows(correction: Correction) -> dict[str, str]:
         measured = "what earlier terms kept"
         names = [term.name for term in correction.keep]
         order = " -> ".join([*names, "weights"]) if names else "any"
+    elif any(
+        isinstance(term, GroupRejection) for term in correction.keep
+    ):  # it counts what the terms before it dropped
+        order = " -> ".join(term.name for term in correction.keep)
     if correction.normalize != "none":
         span = correction.normalize_over.replace("_", " ")
         normalisation = f"mean over {correction.normalize} units, over each {span}"

@@ -82,7 +82,10 @@ def _meant(name: str, where: str) -> str:
 
 
 def plain_method(spec: Any) -> Any:
-    """The name or mapping from which :func:`parse_preset` makes the same again. A name or mapping stays as it is."""
+    """The name or mapping from which :func:`parse_preset` makes the same again. A name or mapping stays as it is.
+
+    A preset's ``trainer`` is no part of it: those are fields beside ``offpolicy``.
+    """
     if isinstance(spec, Objective):
         spec = own_preset(spec)
     elif isinstance(spec, Correction):

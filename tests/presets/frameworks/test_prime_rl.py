@@ -66,6 +66,14 @@ def test_a_token_that_the_sampler_excluded_is_dropped():
             assert quiet(**options).objective(batch).keep_mask.tolist() == [[False, True]]
 
 
+def test_a_threshold_of_0_drops_every_move_away():
+    """prime-rl allows it (``ge=0``)."""
+    batch = policy_batch([[1.2, 0.8], [1.0, 1.2]], advantages=torch.tensor([1.0, -1.0]))
+    kept = quiet(dppo_mask_low=0.0, dppo_mask_high=0.0).objective(batch).keep_mask
+    assert kept.tolist() == [[False, True], [True, True]]
+    assert quiet(type="ipo", ipo_threshold=0.0).correction.keep
+
+
 def test_bounds_that_nothing_reaches_are_left_open():
     with pytest.warns(UserWarning, match=r"^dppo_mask_low=1 is taken as no bound: probabilities differ by less than 1"):
         preset = presets.from_prime_rl(dppo_mask_low=1.0, dppo_mask_high=0.3)
@@ -80,8 +88,8 @@ def test_bounds_that_nothing_reaches_are_left_open():
     ("options", "error", "message"),
     [
         ({"kl_tau": -1.0}, ValueError, r"^kl_tau must be at least 0"),
-        ({"dppo_mask_low": 0.0}, ValueError, r"^dppo_mask_low must be positive, but got 0.0"),
-        ({"type": "ipo", "ipo_threshold": -0.1}, ValueError, r"^ipo_threshold must be positive, but got -0.1"),
+        ({"dppo_mask_low": -0.5}, ValueError, r"^dppo_mask_low must be 0 or more, but got -0.5"),
+        ({"type": "ipo", "ipo_threshold": -0.1}, ValueError, r"^ipo_threshold must be 0 or more, but got -0.1"),
         ({"adv_tau": 0.5}, NotImplementedError, r"^adv_tau must be 1: multiply the learning rate by it"),
         ({"type": "custom"}, NotImplementedError, r"^type 'custom' is a function of your own"),
     ],

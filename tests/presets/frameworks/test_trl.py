@@ -159,7 +159,7 @@ def test_formula_names_the_mode():
         (
             {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
             ValueError,
-            r"^vllm_importance_sampling_clip_max must be given in a truncate mode",
+            r"^vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min must be given",
         ),
         (
             {"vllm_importance_sampling_clip_max": "3.0"},
@@ -181,3 +181,14 @@ def test_the_older_name_of_the_cap_wins_as_in_trl():
 
     assert preset.correction == presets.from_trl(vllm_importance_sampling_clip_max=2.5).correction
     assert presets.from_trl(vllm_importance_sampling_cap=None).correction == presets.from_trl().correction
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_floor_without_a_cap_is_taken_as_trl_takes_it(level):
+    weight = presets.from_trl(
+        vllm_importance_sampling_mode=f"{level}_truncate",
+        vllm_importance_sampling_clip_max=None,
+        vllm_importance_sampling_clip_min=0.5,
+    ).correction.weight
+    ratios = torch.tensor([0.1, 0.7, 50.0])
+    assert torch.equal(weight.bound(ratios), ratios.clamp(min=0.5, max=None))

@@ -97,10 +97,13 @@ _NEVER = math.nextafter(1.0, 0.0)
 
 
 def _threshold(name: str, value: float) -> float:
-    """The threshold, or infinity with a warning where a difference of probabilities cannot reach it."""
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, but got {value}.")
+    """The threshold, or infinity with a warning where a difference of probabilities cannot reach it.
+
+    The terms want a bound above 0. The least number there is drops what 0 drops.
+    """
+    if not value >= 0:
+        raise ValueError(f"{name} must be 0 or more, but got {value}.")
     if value >= 1:
         tell(f"{name}={value:g} is taken as no bound: probabilities differ by less than 1.")
         return math.inf
-    return value
+    return max(value, math.nextafter(0.0, 1.0))

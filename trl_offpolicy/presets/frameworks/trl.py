@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trl_offpolicy.correction.correction import Correction
@@ -56,7 +57,9 @@ class TRLOptions:
 
 
 def from_trl(**grpo_options: object) -> Preset:
-    """A preset from ``GRPOConfig`` fields; a field that is left out has TRL's default.
+    """A preset from ``GRPOConfig`` fields; a field that is left out has TRL's default, but ``use_vllm`` is True.
+
+    Without an engine that is apart there is nothing to correct: with ``use_vllm=False`` TRL applies no weight.
 
     As in TRL, the IS weight multiplies the policy term before the KL term is added, masked tokens stay in every
     denominator, non-finite sampling log-probs are neutral, and VESPO takes the weight inside its kernel.
@@ -124,9 +127,11 @@ def _weight(options: TRLOptions) -> Weight:
     cap = bounds.upper("vllm_importance_sampling_clip_max", high)
     if kind == "mask":
         return bounds.band(level, floor, cap)  # type: ignore[arg-type]
-    if high is None:
-        raise ValueError("vllm_importance_sampling_clip_max must be given in a truncate mode, but got None.")
-    return bounds.truncate(level, floor, cap)  # type: ignore[arg-type]
+    if high is None and low is None:
+        raise ValueError(
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min must be given, but both are None."
+        )
+    return bounds.truncate(level, floor, math.inf if cap is None else cap)  # type: ignore[arg-type]
 
 
 def _policy_loss(options: TRLOptions) -> PolicyLoss:
