@@ -13,7 +13,7 @@
 #   GPU_DAY_COMMIT  what the page calls the commit, where the checkout was copied without its history
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
-# writes DIR/results.md). recipes/gpu_pack.sh makes what a machine without a network needs.
+# writes DIR/results.md); what it says of steps that this day has not run stays. recipes/gpu_pack.sh makes what a machine without a network needs.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 for folder in benchmarks tests scripts; do
@@ -189,6 +189,7 @@ for step in "${STEPS[@]}"; do
     run=$step
     [ "$step" = time ] && run=time_of_step
     [ "$step" = head ] && run=head_memory
+    "$PYTHON" scripts/gpu_results.py stamp >"$OUT/$step.made"
     if "$run" >"$OUT/$step.log" 2>&1; then
         echo $((SECONDS - started)) >"$OUT/$step.ok"
         echo "$step: ok, $((SECONDS - started)) s"

@@ -38,6 +38,7 @@ from recipes.tasks import REWARDS, agent_tools, load_splits, reward_function
 from trl_offpolicy.checks import near
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.packages import MissingPackageError
+from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 
@@ -94,7 +95,10 @@ class RecipeArguments:
     reward_options: dict | None = field(
         default=None, metadata={"help": "Further keyword arguments of the reward function, e.g. {strict: true}."}
     )
-    train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
+    train_size: int | None = field(
+        default=None,
+        metadata={"help": "Number of training prompts. Default: 2000 of a reasoning-gym task, all of other data."},
+    )
     eval_size: int | None = field(
         default=64,
         metadata={"help": "Number of held-out prompts, disjoint from training; null: all of val_files or split test."},
@@ -162,7 +166,7 @@ def one_line_errors() -> Iterator[None]:
     """End with one line where a setting, a file or a package is wrong: the user can mend it without a traceback."""
     try:
         yield
-    except (OSError, ValueError, NotImplementedError, MissingPackageError) as error:
+    except (OSError, ValueError, NotImplementedError, MissingPackageError, RunFolderError) as error:
         raise SystemExit(f"{sys.argv[0]}: {' '.join(str(error).split())}") from error
 
 
@@ -205,7 +209,8 @@ def main() -> None:
     given = sys.argv[1:]
     sys.argv[1:] = with_smoke(given)
     refuse_to_set(sys.argv[1:], started_with=given)
-    parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
+    # Whole names alone: of a shortened one recipe.yaml and the checks above would not know.
+    parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig), allow_abbrev=False)
     try:
         recipe, training, model = parser.parse_args_and_config()
     except ValueError as error:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl_offpolicy.migrate.page import NEEDED, TO_SET
 from trl_offpolicy.migrate.shared import FIELDS_TO_SET
 from trl_offpolicy.run_folder.layout import RECIPE_FILE
+from trl_offpolicy.run_folder.secrets import is_secret
 
 SMALL: dict[str, Any] = {
     "model_name_or_path": ".cache/SmolLM2-135M-Instruct",
@@ -158,7 +159,7 @@ def refuse_to_set(argv: Sequence[str], *, started_with: Sequence[str] | None = N
 
 
 def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The options of a run, those of ``--config`` and of the command line together.
+    """The options of a run, those of ``--config`` and of the command line together, without tokens and passwords.
 
     Args:
         *parsed: the dataclasses that ``TrlParser`` returned; they give the values of the options on the command line.
@@ -170,13 +171,16 @@ def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str,
     for place, word in enumerate(given):
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         owner = next((one for one in parsed if hasattr(one, name)), None)
+        if owner is None and name.startswith("no_"):  # how the command line switches off what is on
+            name = name.removeprefix("no_")
+            owner = next((one for one in parsed if hasattr(one, name)), None)
         if word.startswith("--") and owner is not None:
             value = getattr(owner, name)
             value = getattr(value, "value", value)  # enumerations as YAML writes them
             if not isinstance(value, bool | int | float | str | list | dict | None):
                 value = yaml.safe_load(word.partition("=")[2] or given[place + 1])  # made into an object by its owner
             options[name] = value
-    return options
+    return {name: value for name, value in options.items() if not is_secret(name)}
 
 
 class RecipeCallback(TrainerCallback):

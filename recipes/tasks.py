@@ -23,6 +23,10 @@ _NUMBER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 
 
+MADE = 2000
+"""Training prompts of a reasoning-gym task if ``train_size`` does not say how many."""
+
+
 def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     """Training and held-out prompts, disjoint, in TRL's conversational format."""
     if getattr(recipe, "train_files", None):
@@ -34,7 +38,7 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
         return _from_hub(recipe)
     if recipe.eval_size is None:
         raise ValueError(f"eval_size must be a number with {recipe.dataset_name}, which makes prompts, but got null.")
-    rows = _reasoning_gym(task, recipe, recipe.train_size + recipe.eval_size)
+    rows = _reasoning_gym(task, recipe, (recipe.train_size or MADE) + recipe.eval_size)
     held_out = rows[: recipe.eval_size]
     seen = {row["question"] for row in held_out}
     train = [row for row in rows[recipe.eval_size :] if row["question"] not in seen]
@@ -47,6 +51,7 @@ def _from_hub(recipe: Any) -> tuple[Dataset, Dataset]:
     """Splits of a dataset on the Hub or in a folder; without a test split the first rows are held out."""
     splits = load_dataset(recipe.dataset_name, recipe.dataset_config, revision=recipe.dataset_revision)
     train, held_out = _held_out(splits["train"], splits.get("test"), recipe.eval_size)
+    train = _first(train, getattr(recipe, "train_size", None))
     if "prompt" in train.column_names:
         return train, held_out
     convert = partial(_as_prompt, recipe=recipe)
@@ -76,7 +81,15 @@ def _from_files(recipe: Any) -> tuple[Dataset, Dataset]:
     """Prompts of verl's files; without ``val_files`` the first rows of ``train_files`` are held out."""
     train = _verl_rows("train_files", recipe.train_files)
     held_out = _verl_rows("val_files", recipe.val_files) if recipe.val_files else None
-    return _held_out(train, held_out, recipe.eval_size)
+    train, held_out = _held_out(train, held_out, recipe.eval_size)
+    return _first(train, getattr(recipe, "train_size", None)), held_out
+
+
+def _first(train: Dataset, size: int | None) -> Dataset:
+    """The first ``size`` rows; None = all."""
+    if size is not None and size < 1:
+        raise ValueError(f"train_size must be 1 or more, but got {size}.")
+    return train if size is None else train.select(range(min(size, len(train))))
 
 
 def _verl_rows(field: str, files: Sequence[str]) -> Dataset:
@@ -125,7 +138,7 @@ def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
     if isinstance(given, list):
         question, prompt = given[-1]["content"], [*_messages_before(recipe), *given]
     else:
-        question = recipe.question_template.format(question=given)
+        question = _filled(recipe.question_template, {"question": given})
         prompt = _messages(recipe, question)
     if recipe.answer_column is None:
         return {"prompt": prompt, "question": question}
@@ -163,12 +176,35 @@ def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
 
     first, repeated = [], []
     known: set[str] = set()
-    for item in reasoning_gym.create_dataset(task, size=size, seed=0, **(recipe.dataset_options or {})):
-        question = recipe.question_template.format(question=item["question"], **item["metadata"])
+    options = dict(recipe.dataset_options or {})
+    if fixed := sorted({"size", "seed"} & set(options)):
+        raise ValueError(f"dataset_options must leave out {fixed[0]}: train_size and eval_size decide, and seed is 0.")
+    try:
+        items = reasoning_gym.create_dataset(task, size=size, seed=0, **options)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(
+            f"dataset_options must be options of {recipe.dataset_name}, but got {options}: {error}."
+        ) from error
+    for item in items:
+        question = _filled(recipe.question_template, {**item["metadata"], "question": item["question"]})
         row = {"prompt": _messages(recipe, question), "question": question, "answer": str(item["answer"])}
         (repeated if question in known else first).append(row)
         known.add(question)
     return first + repeated
+
+
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """The question.
+
+    Raises:
+        ValueError: the template names something that the data has not.
+    """
+    try:
+        return template.format(**values)
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"question_template must name {', '.join(values)}, but got {template!r}, which names {error}."
+        ) from error
 
 
 def _text(completion: Any) -> str:

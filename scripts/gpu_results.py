@@ -1,6 +1,7 @@
 """Writes docs/gpu_results.md from what recipes/gpu_day.sh left: python scripts/gpu_results.py RUN_DIR PAGE.
 
-What a person wrote above the line :data:`MARK` of an earlier page stays.
+What a person wrote above the line :data:`MARK` of an earlier page stays, and so does what it says of steps that RUN_DIR
+has no log of. ``python scripts/gpu_results.py stamp`` prints when, at which commit and where a step begins now.
 """
 
 from __future__ import annotations
@@ -49,37 +50,54 @@ HEAD = (
 def written(folder: Path, target: Path) -> str:
     """The whole page, with what stands above the mark in an earlier one."""
     earlier = target.read_text(encoding="utf-8") if target.exists() else ""
-    above = earlier.split(MARK)[0] if MARK in earlier else HEAD
-    return f"{above}{MARK}\n\n{page(folder)}"
+    above, _, below = earlier.partition(MARK) if MARK in earlier else (HEAD, "", "")
+    return f"{above}{MARK}\n\n{page(folder, below)}"
 
 
-def page(folder: Path) -> str:
-    """What the steps printed; a step without a log was not run."""
+def page(folder: Path, earlier: str = "") -> str:
+    """What the steps printed. Of a step without a log it is what an earlier page says; without that it was not run."""
     parts = [
         "## What was printed\n",
-        f"{time.strftime('%Y-%m-%d')}, commit {commit()}, {device()}, {versions()}.\n",
-        "| step | what | result | seconds |\n|---|---|---|---|",
-        *(row(folder, name, title) for name, title in STEPS.items()),
+        "| step | what | result | seconds | when, commit |\n|---|---|---|---|---|",
+        *(row(folder, name, title, earlier) for name, title in STEPS.items()),
         "",
     ]
-    parts += [section(folder, name, title) for name, title in STEPS.items() if (folder / f"{name}.log").exists()]
-    return "\n".join(parts)
+    sections = (section(folder, name, title, earlier) for name, title in STEPS.items())
+    return "\n".join([*parts, *(text for text in sections if text)])
 
 
-def row(folder: Path, name: str, title: str) -> str:
+def row(folder: Path, name: str, title: str, earlier: str) -> str:
     """A line of the overview."""
+    if not (folder / f"{name}.log").exists():
+        known = re.search(rf"^\| {re.escape(name)} \|.*\|$", earlier, re.MULTILINE)
+        return known[0] if known else f"| {name} | {title} | not run | | |"
+    when = ", ".join(made(folder, name).split(", ")[:2])
     done = folder / f"{name}.ok"
-    if done.exists():
-        return f"| {name} | {title} | ok | {done.read_text().strip()} |"
-    return f"| {name} | {title} | {'**failed**' if (folder / f'{name}.log').exists() else 'not run'} | |"
+    result = f"ok | {done.read_text().strip()}" if done.exists() else "**failed** |"
+    return f"| {name} | {title} | {result} | {when} |"
 
 
-def section(folder: Path, name: str, title: str) -> str:
+def made(folder: Path, name: str) -> str:
+    """When, at which commit and where a step ran, as it said itself."""
+    path = folder / f"{name}.made"
+    return path.read_text().strip() if path.exists() else "not known, not known"
+
+
+def section(folder: Path, name: str, title: str, earlier: str) -> str:
+    """A step's log, or what an earlier page has of it; empty if there is neither."""
+    if (folder / f"{name}.log").exists():
+        return logged(folder, name, title)
+    others = "|".join(re.escape(one) for one in STEPS.values())
+    known = re.search(rf"^### {re.escape(title)}\n.*?(?=^### (?:{others})\n|\Z)", earlier, re.MULTILINE | re.DOTALL)
+    return known[0].rstrip("\n") + "\n" if known else ""
+
+
+def logged(folder: Path, name: str, title: str) -> str:
     """A step's log without progress bars and remarks: the end of each run in it."""
     text = (folder / f"{name}.log").read_text(errors="replace").replace("\r", "\n")
     starts = [0, *(found.start() for found in RUN.finditer(text)), len(text)]
     kept = [line for start, end in pairwise(starts) for line in end_of(text[start:end])]
-    return f"### {title}\n\n```text\n" + "\n".join(kept) + "\n```\n"
+    return f"### {title}\n\n{made(folder, name)}\n\n```text\n" + "\n".join(kept) + "\n```\n"
 
 
 def end_of(run: str) -> list[str]:
@@ -115,6 +133,14 @@ def versions() -> str:
     return ", ".join(found)
 
 
+def stamp() -> str:
+    """When, at which commit and where, in one line."""
+    return f"{time.strftime('%Y-%m-%d')}, commit {commit()}, {device()}, {versions()}"
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["stamp"]:
+        print(stamp())
+        sys.exit()
     target = Path(sys.argv[2])
     target.write_text(written(Path(sys.argv[1]), target), encoding="utf-8")

@@ -27,7 +27,7 @@ def sums(train_size: int = 2000, eval_size: int = 64, **options: Any) -> tuple[l
     return train.to_list(), held_out.to_list()
 
 
-def of_recipe(config: str, train_size: int = 2000, eval_size: int = 64) -> tuple[list[Any], list[Any]]:
+def of_recipe(config: str, train_size: int | None = None, eval_size: int = 64) -> tuple[list[Any], list[Any]]:
     """Training and held-out prompts of a recipe of the TRL trainer, disjoint.
 
     Args:

@@ -5,7 +5,8 @@
 Each seed runs ``recipes/grpo.py`` with the quickstart's configuration once for each arm: ``corrected`` as it is,
 ``uncorrected`` with ``offpolicy: measure``, and ``control`` with learning rate 0 (its weights cannot move, so few
 steps lie between its two evaluations, which differ by sampling noise alone). All evaluate the same held-out prompts
-before the first and after the last step, sampling from the engine. Finished runs are kept and not run again. Prints
+before the first and after the last step, sampling from the engine. Finished runs of the same settings are kept and not
+run again. Prints
 a table and writes ``learn.json``.
 """
 
@@ -18,13 +19,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from trl_offpolicy.functional.intervals import t_quantile_975
 
 CONFIG = "recipes/quickstart/config.yaml"
 CONTROL_STEPS = 2
 ARMS = {"corrected": [], "uncorrected": ["--offpolicy", "measure"], "control": ["--learning_rate", "0.0"]}
 """Arm -> what it adds to the quickstart's command."""
 EVALUATION = ["--eval_strategy", "steps", "--eval_on_start", "true", "--eval_size", "48", "--num_generations_eval", "4"]
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def main() -> int:
@@ -53,14 +56,15 @@ def main() -> int:
     return 0
 
 
-def run(folder: Path, arm: str, seed: int, steps: int) -> dict[str, float]:
-    """One run in its own process; returns first, last and gain of the held-out reward, and minutes."""
+def run(folder: Path, arm: str, seed: int, steps: int) -> dict[str, Any]:
+    """First, last and gain of the held-out reward of one run, in its own process; one of the same settings is read."""
     done = folder / "learn_result.json"
-    if done.exists():
-        return json.loads(done.read_text())
     launch = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", CONFIG, *ARMS[arm]]
     steps = CONTROL_STEPS if arm == "control" else steps
     options = ["--seed", str(seed), "--max_steps", str(steps), "--eval_steps", str(steps), "--output_dir", str(folder)]
+    asked = {"steps": steps, "arm": ARMS[arm], "config": Path(CONFIG).read_text()}
+    if done.exists() and (known := json.loads(done.read_text())).get("asked") == asked:
+        return known
     started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("w") as log:
@@ -70,11 +74,12 @@ def run(folder: Path, arm: str, seed: int, steps: int) -> dict[str, float]:
     rewards = [row["eval_reward"] for row in map(json.loads, (folder / "metrics.jsonl").open()) if "eval_reward" in row]
     first, last = rewards[0], rewards[-1]
     outcome = {"first": first, "last": last, "gain": last - first, "minutes": (time.time() - started) / 60}
+    outcome["asked"] = asked
     done.write_text(json.dumps(outcome) + "\n")
     return outcome
 
 
-def describe(outcome: dict[str, float]) -> str:
+def describe(outcome: dict[str, Any]) -> str:
     """One line."""
     return "{first:.3f} -> {last:.3f} ({gain:+.3f}, {minutes:.1f} min)".format(**outcome)
 
@@ -83,7 +88,7 @@ def interval(values: list[float]) -> dict[str, float]:
     """Mean and half width of the 95 % t interval over seeds (0 for a single seed)."""
     half = 0.0
     if len(values) > 1:
-        half = T_975[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+        half = t_quantile_975(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return {"mean": statistics.mean(values), "half_width": half}
 
 

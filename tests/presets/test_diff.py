@@ -167,7 +167,7 @@ def test_terms_of_one_name_and_the_place_of_a_group_rejection():
     near, far = (op.OffPolicySequenceMask(max_divergence=d, ratio="current/sampling") for d in (0.05, 0.5))
     (found,) = op.presets.diff(keeping(old, near), keeping(old, far))
     assert "0.05" in found.a and "0.5" in found.b
-    band, veto, group = op.RatioBand(low=0.5, high=2.0), op.OutlierVeto(low=1e-3), op.GroupRejection()
+    band, veto, group = op.RatioBand(low=0.5, high=2.0), op.OutlierVeto(low=1e-3, high=1e3), op.GroupRejection()
     assert {"order"} == {
         one.semantics for one in op.presets.diff(keeping(veto, band, group), keeping(veto, group, band))
     }

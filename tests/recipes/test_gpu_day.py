@@ -111,14 +111,31 @@ def test_what_a_person_wrote_above_the_mark_stays(tmp_path: Path) -> None:
     assert again == f"{above}Read this first.\n{MARK}{below}"
 
 
+def test_a_second_day_adds_to_the_first_and_each_step_keeps_its_commit(tmp_path: Path) -> None:
+    """On another machine, whose folder has no log of the first day."""
+    target = tmp_path / "page.md"
+    for day, step in (("1", "nccl"), ("2", "routing")):
+        folder = tmp_path / day
+        folder.mkdir()
+        (folder / f"{step}.log").write_text(f"printed on day {day}\n### not a title\n")
+        (folder / f"{step}.made").write_text(f"2026-01-0{day}, commit c{day}, a GPU, torch 9\n")
+        (folder / f"{step}.ok").write_text("7\n")
+        target.write_text(written(folder, target))
+    text = target.read_text()
+    assert "one process | ok | 7 | 2026-01-01, commit c1 |" in text and "| ok | 7 | 2026-01-02, commit c2 |" in text
+    assert text.index("printed on day 2") < text.index("printed on day 1")  # in the order of the steps
+    assert text.count("### not a title") == 2 and "2026-01-01, commit c1, a GPU, torch 9" in text
+    assert written(folder, target) == text
+
+
 def test_the_page_tells_what_passed_what_failed_and_what_was_not_run(tmp_path: Path) -> None:
     (tmp_path / "nccl.log").write_text("gloo 1 1048576.0\n")
     (tmp_path / "nccl.ok").write_text("7\n")
     (tmp_path / "cost.log").write_text(f"100%|##| 3/3 [00:01, 2.0it/s]\n\n{ROOT}/benchmarks/x.py\nRuntimeError: no\n")
     text = page(tmp_path)
-    assert "| nccl | The collective of the weight sync, one process | ok | 7 |" in text
-    assert "| cost | Correction and diagnostics, time and memory | **failed** | |" in text
-    assert "| gsm8k | The shape of grpo_tis_gsm8k | not run | |" in text
+    assert "| nccl | The collective of the weight sync, one process | ok | 7 | not known, not known |" in text
+    assert "| cost | Correction and diagnostics, time and memory | **failed** | | not known, not known |" in text
+    assert "| gsm8k | The shape of grpo_tis_gsm8k | not run | | |" in text
     assert "```text\nbenchmarks/x.py\nRuntimeError: no\n```" in text and "## The shape" not in text
 
 

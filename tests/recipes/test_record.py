@@ -65,3 +65,9 @@ def test_config_without_a_file_and_a_file_without_options(tmp_path: Path) -> Non
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert given_config(["--config", str(tmp_path / "empty.yaml")]) == (1, {})
     assert given_config(["--seed", "7"]) == (0, {})
+
+
+def test_what_is_switched_off_is_written_and_no_token_is(tmp_path: Path) -> None:
+    given = SimpleNamespace(shuffle_dataset=False, hub_token="abc", seed=3)
+    argv = ["--no_shuffle_dataset", "--hub_token", "abc", "--seed", "3"]
+    assert recipe_options(given, argv=argv) == {"shuffle_dataset": False, "seed": 3}

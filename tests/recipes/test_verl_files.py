@@ -211,3 +211,36 @@ def test_a_migrated_file_of_verl_trains(tmp_path: Path, score: Path, capsys: pyt
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 2 and all(row["rewards/letters/mean"] > 0 for row in steps)
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["train_files"] == [files["train"]]
+
+
+def test_train_size_holds_for_files_too(tmp_path: Path) -> None:
+    files = [parquet(tmp_path / "a.parquet", 9)]
+    train, held_out = load_splits(recipe(train_files=files, train_size=2))
+    assert (train["ground_truth"], held_out["ground_truth"]) == (["3", "4"], ["0", "1", "2"])
+    with pytest.raises(ValueError, match="train_size must be 1 or more, but got 0"):
+        load_splits(recipe(train_files=files, train_size=0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dataset_options": {"seed": 1}}, "dataset_options must leave out seed"),
+        ({"dataset_options": {"bad": 1}}, r"dataset_options must be options of reasoning-gym/chain_sum, but got .*bad"),
+        ({"question_template": "What {nope}?"}, r"question_template must name .*expression.*'nope'"),
+    ],
+)
+def test_wrong_options_of_a_task_are_one_sentence(changed: dict[str, Any], said: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    given = {
+        "dataset_name": "reasoning-gym/chain_sum", "dataset_options": None, "question_template": "{question}",
+        "train_size": 4, "system_prompt": None, **changed,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        load_splits(recipe(**given))
+
+
+def test_a_task_whose_metadata_has_a_question_is_read() -> None:
+    pytest.importorskip("reasoning_gym")
+    given = {"dataset_name": "reasoning-gym/needle_haystack", "dataset_options": None, "system_prompt": None}
+    train, _ = load_splits(recipe(**given, question_template="{question}", train_size=2, eval_size=1))
+    assert len(train) == 2

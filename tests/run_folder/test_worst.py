@@ -138,3 +138,11 @@ def test_without_kept_ones_the_page_takes_them_from_the_rollouts(write_run: Any)
 )
 def test_colours_say_direction_and_size(log_ratio: float, name: str) -> None:
     assert shade(log_ratio) == name
+
+
+def test_a_file_that_is_none_is_left_out_and_named(tmp_path: Path) -> None:
+    for number, text in enumerate(("[", '[{"step": 1}]', "3")):
+        (tmp_path / f"rank-{number:04d}.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"rank-000\d.json cannot be read and is left out") as told:
+        assert read_worst(tmp_path) == []
+    assert len(told) == 3

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,7 @@ from trl_offpolicy.run_folder.writer import (
     RolloutRecorder,
     RunFolderWriter,
     append_metrics,
+    keep_evaluation,
     prepare_run_folder,
 )
 
@@ -87,13 +89,14 @@ def test_a_new_run_archives_the_old_one(tmp_path):
 
     prepare_run_folder(tmp_path, resumed_step=0)
 
-    assert {path.name for path in tmp_path.iterdir()} == {"_previous", "checkpoint-3"}
+    assert {path.name for path in tmp_path.iterdir()} == {"_previous"}
     (archive,) = (tmp_path / "_previous").iterdir()
     assert {path.name for path in archive.iterdir()} == {
         "metrics.jsonl",
         "run.json",
         "rollouts.parquet",
         "report.html",
+        "checkpoint-3",  # else a later resume of the new run would go on from it
     }
     assert steps(archive) == [1, 2, 3]
     assert len(parts(archive)) == 6
@@ -374,3 +377,23 @@ def test_a_run_without_held_out_prompts_has_no_evaluation_and_a_new_run_begins_a
     writer.log(1, {"eval_reward": 0.25})
     assert json.loads((tmp_path / "evaluation.json").read_text())["before"]["eval_reward"] == 0.25
     writer.leave()
+
+
+def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint(tmp_path):
+    for step in (2, 4, 8):
+        keep_evaluation(tmp_path, step, {"eval_reward": float(step)})
+    path = tmp_path / "evaluation.json"
+
+    prepare_run_folder(tmp_path, resumed_step=3)
+    assert json.loads(path.read_text()) == {"before": {"step": 2, "eval_reward": 2.0}, "after": None}
+    keep_evaluation(tmp_path, 4, {"eval_reward": 0.5})
+    assert json.loads(path.read_text())["after"] == {"step": 4, "eval_reward": 0.5}
+    prepare_run_folder(tmp_path, resumed_step=1)
+    assert not path.exists()
+
+
+def test_no_token_of_the_command_line_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "abc123", "--api-key=abc123", "--x", "hf_abcdefghij"])
+    RunFolderWriter(tmp_path, {}).begin(0, seed=0)
+    text = (tmp_path / "run.json").read_text()
+    assert "abc123" not in text and "abcdefghij" not in text and "train.py --hub_token '***'" in text

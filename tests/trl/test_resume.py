@@ -77,3 +77,16 @@ def test_without_the_random_state_the_test_above_would_fail(
     monkeypatch.setattr(rest, "_load_rng_state", lambda _: torch.manual_seed(99))
     rest.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / f"checkpoint-{STOP}"))
     assert drawn(rest) != completions
+
+
+def test_a_run_that_is_complete_trains_no_further(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A job that is started again with ``--resume true`` after its end; transformers took one step more."""
+    whole, _ = run(build, "aligned")
+    whole.train()
+    weights = [p.detach().clone() for p in whole.model.parameters()]
+    for most in (STEPS, STOP):  # also where fewer steps are asked for than were taken
+        again, seen = run(build, "aligned", max_steps=most)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == STEPS and not seen.weights
+        assert all(torch.equal(a, b) for a, b in zip(weights, again.model.parameters(), strict=True))
+        assert f"has taken {STEPS} steps, and max_steps is {most}" in caplog.text

@@ -41,7 +41,8 @@ def fix_of(cause: str, info: Mapping[str, Any] | None = None) -> Fix | None:
     """
     if cause not in CAUSES:
         return None
-    settings = (info or {}).get(SETTINGS) or _declared(info or {})
+    given = (info or {}).get(SETTINGS)
+    settings = given if given and isinstance(given, Mapping) else _declared(info or {})
     found = _FITTED[cause](settings) if settings and cause in _FITTED else None
     if settings.get("framework") == LIGHTNING:
         if found is not None:

@@ -106,13 +106,15 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     rows: dict[int, dict[str, float]] = {}
     skipped: list[int] = []
     stepless: Mapping[str, Any] = {}
-    repeated = dropped = 0
+    repeated = dropped = read = 0
     for number, record in records(path):
         step = None if record is None else _step(record)
         if record is None or step is None:
             skipped.append(number)
             stepless = stepless or record or {}
-        elif row := _training_numbers(record):
+            continue
+        read += 1
+        if row := _training_numbers(record):
             again = _add_row(rows, step, {**_without_empty(row), STEP: step})
             repeated += again
             dropped += _drop_later(rows, step) if again else 0
@@ -123,7 +125,7 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
             stacklevel=2,
         )
     if not rows:
-        raise ValueError(f"{path} must hold at least one training row, but got 0. {_why_none(stepless)}")
+        raise ValueError(f"{path} must hold at least one training row, but got 0. {_why_none(stepless, read)}")
     keys = {key for row in rows.values() for key in row}
     return MetricsLog(
         rows=tuple(translate(rows[step], loss) for step in sorted(rows)),
@@ -162,8 +164,10 @@ def _goes_on(ordered: Sequence[Mapping[str, float]], since: int) -> bool:
     return sum(bool(values) and all(map(math.isfinite, values)) for values in known) >= LASTING
 
 
-def _why_none(stepless: Mapping[str, Any]) -> str:
-    """What a log without any row lacks: a step in its rows, if it has some, else a form that is read."""
+def _why_none(stepless: Mapping[str, Any], read: int) -> str:
+    """What a log without any row lacks: rows of training, a step in its rows, or a form that is read."""
+    if read:
+        return f"Its {read} row(s) are all of evaluations, or without a number."
     if not stepless:
         return f"These forms are read: {FORMS}."
     keys = ", ".join(list(stepless)[:5]) + (", ..." if len(stepless) > 5 else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,24 @@ def write_worst(path: Path, responses: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_worst(path: Path) -> list[dict[str, Any]]:
-    """The kept responses of one file, or of all files of a folder, worst first; empty if there are none."""
+    """The kept responses of one file, or of all files of a folder, worst first; empty if there are none.
+
+    A file that cannot be read is left out, with a warning.
+    """
     files = sorted(path.glob(layout.WORST_FILES)) if path.is_dir() else [path] if path.is_file() else []
-    found = [one for file in files for one in json.loads(file.read_text(encoding="utf-8"))]
+    found = [one for file in files for one in _responses(file)]
     return sorted(found, key=lambda one: -float(one[DISAGREEMENT]))[:MOST_RESPONSES]
+
+
+def _responses(file: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(rows, list) or not all(isinstance(one, dict) and DISAGREEMENT in one for one in rows):
+            raise ValueError("it holds no list of responses")
+    except ValueError as error:
+        warnings.warn(f"{file} cannot be read and is left out: {error}.", stacklevel=3)
+        return []
+    return rows
 
 
 def cut_worst(folder: Path, step: int) -> None:

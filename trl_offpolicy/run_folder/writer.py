@@ -1,7 +1,8 @@
 """Writes ``run.json``, ``metrics.jsonl`` and ``rollouts.parquet`` (a folder of parts, one per step and rank).
 
 Every logging step is on disk before the next begins, so a killed run loses nothing that was finished. A new run in
-an old folder moves the old records to ``_previous/<time>``. A resumed run deletes the records after its checkpoint.
+an old folder moves the old records and checkpoints to ``_previous/<time>``. A resumed run deletes the records after
+its checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.run_folder import layout
-from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
+from trl_offpolicy.run_folder.checkpoints import by_step, remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
+from trl_offpolicy.run_folder.secrets import without_secrets
 from trl_offpolicy.run_folder.strict import dump_json, write_whole
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
@@ -54,7 +56,7 @@ class RunFolderWriter:
         self._lock.acquire()
         remove_unfinished(self.folder)
         prepare_run_folder(self.folder, resumed_step=step)
-        command = " ".join(map(shlex.quote, sys.argv))
+        command = " ".join(map(shlex.quote, without_secrets(sys.argv)))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
         _write_run(self.folder, info)
 
@@ -97,7 +99,8 @@ def _write_run(folder: Path, info: Mapping[str, Any]) -> None:
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     """Make room for a run: archive older records, or cut them back to ``resumed_step`` when resuming."""
     folder.mkdir(parents=True, exist_ok=True)
-    present = [folder / name for name in layout.RECORDS if (folder / name).exists()]
+    # Checkpoints too: a later resume would go on from the largest number, whosever it is.
+    present = [*(folder / name for name in layout.RECORDS if (folder / name).exists()), *by_step(folder)]
     if resumed_step == 0 and present:
         archive = _new_folder(folder / layout.PREVIOUS_FOLDER / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
@@ -107,6 +110,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
         for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)
         _cut_lines(folder / layout.SYNCS_FILE, resumed_step - 1)  # the weights of the checkpoint are sent again
+        _cut_evaluation(folder / layout.EVALUATION_FILE, resumed_step)
         cut_worst(folder / layout.WORST_FOLDER, resumed_step)
         # part N was sampled after N optimizer steps, so a run that continues from there samples it again
         for part in (folder / layout.ROLLOUTS_FILE).glob(layout.ROLLOUT_PARTS):
@@ -149,6 +153,17 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     }
     with path.open("a") as file:
         file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+
+def _cut_evaluation(path: Path, step: int) -> None:
+    """Forget the evaluations after ``step``; a later one takes the place of ``after``."""
+    if not path.exists():
+        return
+    before = json.loads(path.read_text())["before"]
+    if before is None or before[layout.STEP] > step:
+        path.unlink()
+    else:
+        write_whole(path, dump_json({"before": before, "after": None}, indent=1) + "\n")
 
 
 _HELD_OUT = tuple(layout.EVAL_PREFIX + name for name in ("reward", "pass@1"))

@@ -9,6 +9,7 @@ corrections).
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -82,6 +83,8 @@ from trl_offpolicy.trl.simulated import TrainerSimulated
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.trl.token_rewards import TrainerTokenRewards
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
+
+logger = logging.getLogger(__name__)
 
 
 class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -534,6 +537,18 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             RunFolderError: on all ranks: no checkpoint is whole, another run has the folder, or the disk is full.
         """
         return super().train(resumed_from(self, resume_from_checkpoint), *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """The method of transformers, which looks at ``max_steps`` only after a step: a complete run trains no more."""
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        logger.warning(
+            "Nothing is left to train: the checkpoint has taken %d steps, and max_steps is %d.",
+            self.state.global_step,
+            self.state.max_steps,
+        )
+        self.control.should_training_stop = True
+        return None
 
     @property
     def _stateful(self) -> dict[str, Any]:

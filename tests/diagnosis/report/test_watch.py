@@ -74,6 +74,19 @@ def ask(port: int, path: str = "/", host: str = "localhost", method: str = "GET"
     return connection.getresponse()
 
 
+def test_the_log_of_another_trainer_renews_the_page(tmp_path: Path) -> None:
+    """transformers keeps its log in checkpoints; a hook may write a log under any name."""
+    page = LivePage(tmp_path, every=7)
+    missing = page.html()
+    for step in (2, 4):
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir()
+        rows = [{"step": n, "loss": 0.5, "reward": n / 10} for n in range(1, step + 1)]
+        state.write_text(json.dumps({"global_step": step, "log_history": rows}))
+        assert page.html() != missing
+        missing = page.html()
+
+
 def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> None:
     with serving(tmp_path) as port:
         found = ask(port, host=f"127.0.0.1:{port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
 import pytest
 
@@ -170,3 +171,16 @@ def test_client_names_what_is_wrong():
     with pytest.raises(EngineUnreachable, match="trl-offpolicy serve"):
         ServerClient("http://127.0.0.1:9", patience=Patience(start_timeout=0.1)).wait_until_up()
     assert [Patience().pause(i) for i in (0, 1, 2, 10)] == [1.0, 2.0, 4.0, 30.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_modules": ("q_proj",)}, "lora_modules must come with lora_rank"),
+        ({"lora_rank": -1}, r"lora_rank must be 0 \(no adapters\) or more, but got -1"),
+        ({"max_model_len": -5}, "max_model_len must be 1 or more, but got -5"),
+    ],
+)
+def test_numbers_out_of_range_and_modules_without_a_rank_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ServeOptions(model="m", **options)

@@ -98,7 +98,10 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if path.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) for line in lines]
+        try:
+            rows = [json.loads(line) for line in lines]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} must hold a JSON object a line, but one is none: {error}.") from None
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict) or "prompt" not in row:
                 raise ValueError(f"{path}: line {number} must be an object with the key prompt, but got {row!r}.")

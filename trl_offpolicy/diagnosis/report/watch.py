@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +19,7 @@ from trl_offpolicy.diagnosis.report.examples import Decode
 from trl_offpolicy.diagnosis.report.page import render_page, script_hash
 from trl_offpolicy.diagnosis.report.report import make_report
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.run_data import metrics_file
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
@@ -28,6 +30,11 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    found = path.stat()
+    return str(path), found.st_mtime_ns, found.st_size
 
 
 class LivePage:
@@ -63,8 +70,9 @@ class LivePage:
             path = self.run_dir / name
             for one in sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []:
                 if not one.name.startswith("."):  # being written
-                    found = one.stat()
-                    yield str(one), found.st_mtime_ns, found.st_size
+                    yield _stamp(one)
+        with suppress(OSError):  # of another trainer: a log, or the state in its newest checkpoint
+            yield _stamp(metrics_file(self.run_dir))
 
     def _made(self) -> str:
         live = f"Live: the page is made anew every {self.every} s, if the run has logged something."

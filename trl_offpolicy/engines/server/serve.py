@@ -34,7 +34,8 @@ class ServeOptions:
         api_key: if it is set, every route except /health requires it.
         expose: allow an address that other machines can reach.
         lora_rank: adapters up to this rank can be hot-loaded; 0 = none.
-        lora_modules: module names that adapters may touch; LoRA on lm_head would break vLLM's prompt log-probs.
+        lora_modules: module names that adapters may touch; None = those of attention and MLP. LoRA on lm_head would
+            break vLLM's prompt log-probs.
         max_model_len: longest prompt + completion; None = the model's.
         sampling_mask: report which tokens top-k, top-p and min-p kept (vLLM 0.28+ with Model Runner V2); callers must
             then send a top_k.
@@ -42,7 +43,8 @@ class ServeOptions:
         extra: further flags for vLLM, as on its command line.
 
     Raises:
-        ValueError: an address beyond loopback without ``expose`` and a key, or a port out of range.
+        ValueError: an address beyond loopback without ``expose`` and a key, a number out of range, or modules of
+            adapters that are not loaded.
     """
 
     model: str
@@ -52,7 +54,7 @@ class ServeOptions:
     api_key: str | None = None
     expose: bool = False
     lora_rank: int = 0
-    lora_modules: tuple[str, ...] = LORA_MODULES
+    lora_modules: tuple[str, ...] | None = None
     max_model_len: int | None = None
     sampling_mask: bool = False
     gpu_transfer: bool = True
@@ -61,6 +63,12 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 < self.port < 65536:
             raise ValueError(f"port must lie in 1 to 65535, but got {self.port}.")
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank must be 0 (no adapters) or more, but got {self.lora_rank}.")
+        if self.lora_modules is not None and not self.lora_rank:
+            raise ValueError("lora_modules must come with lora_rank: without a rank the server loads no adapter.")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len must be 1 or more, but got {self.max_model_len}.")
         if self.host not in LOOPBACK and not (self.expose and self.api_key):
             raise ValueError(
                 f"host must be loopback (127.0.0.1) unless --expose and an API key are given, but got {self.host!r}: "
@@ -81,7 +89,7 @@ def command(options: ServeOptions) -> list[str]:
     if options.lora_rank:
         own += ["--enable-lora", "--max-lora-rank", str(served_rank(options.lora_rank)), "--max-loras", "2"]
         own += ["--scheduling-policy", "priority"]  # the probe of a sync does not wait behind rollouts in flight
-        own += ["--lora-target-modules", *options.lora_modules]
+        own += ["--lora-target-modules", *(options.lora_modules or LORA_MODULES)]
     if options.sampling_mask:
         own += ["--return-sampling-mask", "--enable-scale-out"]  # the second adds the route that tells it
     if options.api_key:
