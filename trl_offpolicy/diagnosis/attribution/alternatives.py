@@ -30,6 +30,12 @@ LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
 """|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
 not rounding. The last one is a sign of other weights. A mean of -KL beside a root mean square of sqrt(2 KL) is no
 direction: every noise has it."""
+EXACT_FIRST, EXACT_ROWS = 1e-3, 0.2
+"""First tokens over all, below which they agree; share of rows that agree at every token, from which on some do."""
+SHARPER, MOSTLY_SHARPER = 0.3, 0.5
+"""R^2 of a temperature from which on differences are not rounding (bf16 alone gives 0.003), and not an update."""
+LEAST_ROUNDING = 5000.0
+"""The largest KL of a format over the least that it leaves."""
 UNLIKE = 0.97
 """Share of the mismatch that the best simulated rounding leaves, above which it is no rounding."""
 AT_THE_END = 0.5
@@ -90,8 +96,22 @@ LOOK_ALIKES: Mapping[str, LookAlikes] = {
         "leaves.",
     ),
     "policy_staleness": LookAlikes(
-        ("stale_weights", "model_config", "prompt_difference"),
+        ("stale_weights", "model_config", "prompt_difference", "precision"),
         "Sync, and score fresh rollouts. What differs at version lag 0 is not staleness.",
+    ),
+    "wrong_adapter": LookAlikes(
+        ("stale_weights", "model_config", "prompt_difference", "precision"),
+        "Load the trainer's adapter, or the merged weights, into the engine and score with it. What still differs is "
+        "not the adapter.",
+    ),
+    "prompt_difference": LookAlikes(
+        ("other_weights", "model_config", "precision"),
+        "Compare the ids of one rendered prompt on both sides. If they are equal, the hashes were made differently.",
+    ),
+    "logit_processors": LookAlikes(
+        ("tool_tokens", "misalignment"),
+        "Decode some of the tokens whose log-prob is 0: what a grammar, a budget or a prefix forces, a tool's output, "
+        "or the policy's own words, whose log-probs were lost and filled with 0.",
     ),
     "stale_weights": LookAlikes(
         ("precision", "model_config", "wrong_adapter"),
@@ -144,8 +164,21 @@ SURE = 2.0
 _NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
 
 
-def _weights(_evidence: TokenEvidence, features: Features) -> str:
+def _as_sharp(features: Features) -> str:
+    return f"{features.temperature_fit:.0%} of it follows from how sharp the distribution is, as under a temperature"
+
+
+def _from_the_first(_evidence: TokenEvidence, features: Features) -> str:
+    """Weights, prompts and formats change the first token as well; what depends on the tokens before does not."""
+    if features.first < EXACT_FIRST:
+        return "the first token of each response agrees: it begins later, with the tokens before (a penalty, a cache)"
+    return ""
+
+
+def _weights(evidence: TokenEvidence, features: Features) -> str:
     """Other weights change a token wherever it stands, and equal tokens alike; other prompts and windows do neither."""
+    if but := _from_the_first(evidence, features):
+        return but
     if features.by_token > BY_TOKEN:
         return ""
     if features.early > EARLY:
@@ -165,6 +198,10 @@ def _lagging(evidence: TokenEvidence, features: Features) -> str:
     if lag and features.k3 > LARGEST_STEP * lag**2:
         return (
             f"KL {features.k3:.2g} nats per token is more than {lag} update{'s' * (lag > 1)} of the weights should make"
+        )
+    if features.temperature_fit > MOSTLY_SHARPER:
+        return (
+            f"{features.temperature_fit:.0%} of it follows from how sharp the distribution is, as under a temperature"
         )
     return _weights(evidence, features)
 
@@ -193,6 +230,16 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
     limit = _largest_rounding(evidence) * (WITH_EXPERTS if features.has_experts else 1.0)
     if features.k3 > limit:
         return f"KL {features.k3:.2g} nats per token, and the declared formats explain {limit:.2g} at most"
+    if features.k3 < _least_rounding(evidence):
+        return f"KL {features.k3:.2g} nats per token is far less than the declared format leaves in any model"
+    if features.exact_rows > EXACT_ROWS:
+        return f"{features.exact_rows:.0%} of the rows agree at every token: rounding is in all of them"
+    if features.temperature_fit > SHARPER:
+        return (
+            f"{features.temperature_fit:.0%} of it follows from how sharp the distribution is, as under a temperature"
+        )
+    if but := _from_the_first(evidence, features):
+        return but
     # noise of any kind costs -KL on average
     if abs(features.drift + math.sqrt(features.k3 / 2)) > LEAN:
         return f"the differences lean to one side (mean / root mean square {features.drift:.2g})"
@@ -217,6 +264,14 @@ def _largest_rounding(evidence: TokenEvidence) -> float:
     return max(sizes, default=LARGEST_OTHER)
 
 
+def _least_rounding(evidence: TokenEvidence) -> float:
+    """KL k3 below which arithmetic in 16 bits on one side is not it; 0 where none is declared, or on both sides."""
+    engine, trainer = evidence.engine, evidence.trainer
+    if engine is None or trainer is None or engine.low_precision == trainer.low_precision:
+        return 0.0
+    return _size_of(str(engine.dtype if engine.low_precision else trainer.dtype)) / LEAST_ROUNDING
+
+
 def _size_of(text: str) -> float:
     named = [size for name, size in LARGEST_ROUNDING.items() if name in text]
     return max(named, default=LARGEST_OTHER)
@@ -230,4 +285,5 @@ _RULES = {
     "policy_staleness": _lagging,
     "stale_weights": _weights,
     "wrong_adapter": _weights,
+    "prompt_difference": _from_the_first,
 }

@@ -126,6 +126,8 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
             sure = CONFIDENCE[cause]
             if cause == "none" and features.k3 > BEYOND_FLOOR * features.floor:
                 sure *= HIDDEN
+            if cause == "unreported_sampling" and _other_entropies(evidence, features):
+                sure *= DOUBTFUL
             if cause == "dropout" and evidence.trainer is not None and evidence.trainer.dropout == 0.0:
                 sure *= DECLARED_EQUAL
             chosen = _Answer(cause, sure, first[cause].reason, "log-probs")
@@ -133,6 +135,13 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     named = [one for one in answers if one.confidence >= NAMED]
     chosen = named[0] if named else _unknown(answers)
     return _report(evidence, features, chosen, [one for one in answers if one is not chosen])
+
+
+def _other_entropies(evidence: TokenEvidence, features: Features) -> bool:
+    """Whether a selection of tokens, or entropies of another kind, are as likely as draws from another distribution."""
+    sides = (evidence.engine, evidence.trainer)
+    tempered = any(side is not None and side.temperature not in (None, 1.0) for side in sides)
+    return features.surprise > 0 or features.entropies_in_bits or tempered
 
 
 def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others: Sequence[_Answer]) -> Attribution:
@@ -201,6 +210,7 @@ CONFIDENCE = {
     "misalignment": 0.9,
     "temperature": 0.85,
     "truncated_sampling": 0.85,
+    "logit_processors": 0.7,
     "dropout": 0.85,
     # Traces that several causes share.
     "routing": 0.4,
@@ -213,10 +223,17 @@ SEEN = {"precision": 0.8, "parallelism": 0.4, "on_purpose": 0.8}
 """The same for a difference that was seen: these are there in many healthy runs, any other is the cause."""
 BEYOND_FLOOR, HIDDEN = 20.0, 0.8
 """Times the measured floor from which 16 bits on both sides are why there is none, and the factor: as much may hide."""
+DOUBTFUL = 0.7
+"""Factor for tokens that may have been selected, or whose entropies may be of another kind."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
 CONTRADICTED = 0.5
 """Factor for a cause that something in the log-probs speaks against: it is then below what is named."""
+CLEAR = 0.8
+"""Confidence in a cause of several with like traces that left one of its own."""
+UNSEEN, UNSUPPORTED = (OTHER_WEIGHTS, "prompt_difference"), 0.75
+"""Causes that mostly leave a trace, and the factor where the tokens show none: a lag or a name of an adapter that
+differs is there in many healthy runs."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -437,9 +454,9 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
         sharpness = trace.cause == "temperature" and features.forced < Limits.forced  # and not greedy requests
         detail = _temperature(features) if sharpness else ""
         answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail)
-        answers.append(_held_against(evidence, features, answer))
+        answers.append(answer if trace.clear else _held_against(evidence, features, answer))
     # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.
-    clear = next((n for n, s in enumerate(passed) if s.cause not in DIFFUSE), None)
+    clear = next((n for n, s in enumerate(passed) if s.clear or s.cause not in DIFFUSE), None)
     if clear is not None:
         return answers[: clear + 1]
     if evidence.engine is None or evidence.trainer is None:
@@ -464,7 +481,8 @@ def _temperature(features: Features) -> str:
 
 
 def _of_trace(signature: Signature) -> float:
-    return CONFIDENCE.get(signature.cause, 0.4) * min(1.0, 0.8 + 0.4 * (signature.score - 0.5))
+    known = CLEAR if signature.clear else CONFIDENCE.get(signature.cause, 0.4)
+    return known * min(1.0, 0.8 + 0.4 * (signature.score - 0.5))
 
 
 def _declared(
@@ -479,6 +497,8 @@ def _declared(
         confidence = DECLARED if one.cause not in ("temperature", "truncated_sampling") else DECLARED * support
         if len(stated) > 1:
             confidence *= 0.7 + 0.3 * support
+        elif coarse_of(one.cause) in UNSEEN and support < 0.5:
+            confidence *= UNSUPPORTED
         found.append(_Answer(one.cause, confidence, one.text, "declared"))
     first = passed[0].cause if passed else ""
     if not stated and first == "precision" and (engine.low_precision or trainer.low_precision):

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.noise import noise_level, noise_rms, self_median, self_ratio, trusted_floor
+from trl_offpolicy.diagnosis.attribution.written import written
+from trl_offpolicy.diagnosis.attribution.zeros import zeros
 
 Array = NDArray[Any]
 TOP_SHARE = 0.02
@@ -37,6 +39,8 @@ DEEP = 2.3
 """Nats by which the trainer is below the engine at a token that it finds deep: a tenth of the probability."""
 LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
+IN_BITS = 0.015
+"""Distance of a ratio of means from log(2), or from its inverse, up to which it is that."""
 LEAST_ALIKE, LEAST_MARKED = 8, 3
 """Tokens from which on a number or factor that all share is judged, and tokens of the same mark (a bound, a zero)."""
 SAME_TOKEN = 0.02
@@ -45,8 +49,6 @@ OVERLAP = 0.6
 """Share of a row's tokens that another row must have to be compared with it."""
 IMPROBABLE = 1e-4
 """Probability of a response below which its copy in the group is no chance, as ``rollout/copied_fraction`` has it."""
-FORCED = -1e-3
-"""log(old / mu) below which a token that the engine was certain of is not one that the trainer was certain of, too."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Features:
         forced_depth: largest -d of these tokens, nats.
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
             entropies.
+        forced_beside_z: standard errors by which the mean of -log p of these tokens is above that of the others.
+        others_below: share of the other tokens (a count) whose d is negative beyond the noise.
+        written_as: the form that all of the engine's numbers have ("2 decimals", "bfloat16"), if rounding to it
+            explains every difference; else empty.
+        first: mean square of z of the first token / that of all tokens.
+        entropies_in_bits: the mean of -log p is that share of the mean entropy, or the other way round.
         self_median: median difference of the trainer's two scorings, nats.
         copied: share of the responses of a probability below 1e-4 that another one of their group equals.
         missing_engine, missing_trainer: share of the trainable tokens without a finite log-prob of that side.
@@ -151,6 +159,11 @@ class Features:
     forced_tokens: int = 0
     forced_depth: float = 0.0
     forced_z: float = float("nan")
+    forced_beside_z: float = float("nan")
+    others_below: float = 0.0
+    written_as: str = ""
+    first: float = float("nan")
+    entropies_in_bits: bool = False
     self_median: float = 0.0
     copied: float = 0.0
     missing_engine: float = 0.0
@@ -200,11 +213,13 @@ def extract(evidence: TokenEvidence) -> Features:
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False) if enough else 0.0,
         unit_rest=1 - _r_squared(flat, log_mu[:, None]),
         clipped=_clipped(log_mu, flat, noise),
-        **_zeros(evidence, a, b, d),
+        **zeros(evidence, b, d, noise),
+        written_as=_form(log_mu, flat, noise),
         shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
-        early=_early(z),
+        early=_early(z, EARLY_TOKENS),
+        first=_early(z, 1),
         by_token=_by_token(z, evidence),
         swapped=_swapped(a, b, rows),
         elsewhere=_elsewhere(a, b, d, noise),
@@ -226,22 +241,22 @@ def extract(evidence: TokenEvidence) -> Features:
         scatter=_scatter(flat, noise),
         grain=float(np.exp(np.quantile(b[seen], 0.05)) / max(abs(np.median(flat)), 1e-30)),
         top_z=_top_z(log_mu, flat),
+        entropies_in_bits=entropies is not None and _in_bits(b[seen], entropies[seen]),
         missing_tail=float("nan") if entropies is None else _missing_tail(flat, b[seen], entropies[seen]),
     )
 
 
-def _zeros(evidence: TokenEvidence, a: Array, b: Array, d: Array) -> dict[str, Any]:
-    """The features of the tokens that the engine was certain of and the trainer was not."""
-    seen = evidence.observed
-    forced, size = seen & (a == 0.0) & (d < FORCED), token_k3(d[seen])
-    return {
-        "forced": float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
-        "forced_alone": _alone(forced),
-        "forced_last": _last(forced, seen),
-        "forced_tokens": int(forced.sum()),
-        "forced_depth": float(np.max(-d[forced], initial=0.0)),
-        "forced_z": _surprise(evidence, np.where(forced, b, np.nan))[1],
-    }
+def _form(log_mu: Array, d: Array, noise: float) -> str:
+    found = written(log_mu, d, noise)
+    return found.form if found.explains else ""
+
+
+def _in_bits(b: Array, entropies: Array) -> bool:
+    """Whether entropies and log-probs are in other units: both means differ by log(2), to one per cent."""
+    use = np.isfinite(entropies) & np.isfinite(b)
+    mean = float(np.mean(entropies[use])) if use.any() else 0.0
+    ratio = float(-np.mean(b[use])) / mean if mean > 0 else 0.0
+    return min(abs(ratio / math.log(2) - 1), abs(ratio * math.log(2) - 1)) < IN_BITS
 
 
 def _clipped(log_mu: Array, d: Array, noise: float) -> float:
@@ -299,20 +314,6 @@ def _copied(evidence: TokenEvidence) -> float:
     counts = Counter(rows)
     copies = [counts[row] > 1 for row, rare in zip(rows, improbable, strict=True) if rare]
     return float(np.mean(copies)) if copies else 0.0
-
-
-def _last(marked: Array, seen: Array) -> float:
-    """Share of the marked tokens (B, T) after which no token of their row is unmarked."""
-    other = seen & ~marked
-    later = np.flip(np.cumsum(np.flip(other, 1), 1), 1) > 0
-    return float((marked & ~later).sum()) / max(1, int(marked.sum()))
-
-
-def _alone(marked: Array) -> float:
-    """Share of the marked tokens (B, T) whose neighbours in the row are not marked."""
-    around = np.pad(marked, ((0, 0), (1, 1)))
-    beside = around[:, :-2] | around[:, 2:]
-    return float((marked & ~beside).sum()) / max(1, int(marked.sum()))
 
 
 def _both_low(evidence: TokenEvidence) -> bool:
@@ -524,12 +525,13 @@ UNITS: Mapping[str, Callable[[Array], Array]] = {
     "log-probs in base 10": lambda b: b / np.log(10),
     "negative log-probs": np.negative,
 }
+PROBABILITIES = "probabilities in place of log-probs"
 REWRITTEN: Mapping[str, Callable[[Array], Array]] = {
     "running sums over the tokens": _running,
     "running means over the tokens": _running_means,
     "the mean of the response at every token": _means,
     "the sum of the response at every token": lambda b: _means(b) * np.isfinite(b).sum(1, keepdims=True),
-    "probabilities in place of log-probs": np.exp,
+    PROBABILITIES: np.exp,
     **UNITS,
 }
 """Functions of log-probs (B, T) that were taken for log-probs."""
@@ -566,8 +568,8 @@ def _onset(d: Array, noise: float) -> float:
     return float(np.mean(found)) if found else 0.0
 
 
-def _early(z: Array) -> float:
-    first = z[:, :EARLY_TOKENS]
+def _early(z: Array, tokens: int) -> float:
+    first = z[:, :tokens]
     if not np.isfinite(first).any() or not np.nansum(z**2):
         return float("nan")
     return float(np.nanmean(first**2) / np.nanmean(z**2))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.features import LEAST_MARKED, Features
+from trl_offpolicy.diagnosis.attribution.zeros import LEAST_JUDGED
 
 OTHER_WEIGHTS = "other_weights"
 """Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
@@ -29,6 +30,7 @@ class Limits:
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
         forced_last: share of these tokens in runs to the end of their row, above which they are none either.
+        others_below: share of the other tokens below the engine, above which the support is cut everywhere.
         top_z: standard errors by which the tokens that agree may miss the number that are the most likely ones.
         unit_fit: R^2 above which log-probs differ by a factor.
         unit_rest: times what one number for all tokens leaves that the factor may leave.
@@ -68,6 +70,7 @@ class Limits:
     forced: float = 0.5
     forced_alone: float = 0.5
     forced_last: float = 0.5
+    others_below: float = 0.5
     top_z: float = 4.0
     unit_fit: float = 0.98
     unit_rest: float = 0.1
@@ -107,11 +110,13 @@ class Signature:
         cause: the cause that it supports.
         score: 0 to 1; 0.5 is at the limit.
         reason: what was seen, with the numbers.
+        clear: hardly another cause leaves this, although ``cause`` is one of :data:`DIFFUSE`.
     """
 
     cause: str
     score: float
     reason: str
+    clear: bool = False
 
 
 def above(value: float, limit: float) -> float:
@@ -220,16 +225,33 @@ def _swapped(f: Features, limits: Limits) -> Signature:
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
     """A tool's output is a run of tokens, and an answer follows. Other zeros are log-probs that were filled in.
 
-    Greedy requests give zeros as well, of likelier tokens than draws are. Of zeros alone nothing is known.
+    Those are as rare as draws. Greedy requests give zeros of likelier tokens than draws are, and so does a narrow
+    nucleus; a grammar forces rarer ones. Of zeros alone nothing is known.
     """
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
     if f.forced_tokens < LEAST_MARKED:
         return Signature("tool_tokens", 0.0, f"{text}, too few of them to tell what they are")
     if f.forced_depth < math.log(2):
         return Signature("tool_tokens", 0.0, text + ", all of them likely: alone in a nucleus, or rounded to 1")
+    z = f.forced_beside_z if math.isnan(f.forced_z) else f.forced_z
+    cut = f.others_below > limits.others_below and f.positive <= limits.positive
+    if cut and not z >= -limits.surprise_z:  # also where they are too few to tell
+        return Signature("tool_tokens", 0.0, text + ", likely ones, and all others are below it: alone in a nucleus")
     if f.forced_last > limits.forced_last and f.forced_z < -limits.surprise_z:
         text += f", likelier ones than draws (z = {f.forced_z:.1f}): greedy requests (temperature 0)"
         return Signature("temperature", above(f.forced, limits.forced), text)
+    if z < -limits.surprise_z:
+        return Signature(
+            "tool_tokens", 0.0, text + f", likelier ones than draws (z = {z:.1f}): no choice was left there"
+        )
+    if f.forced_alone > limits.forced_alone and z > limits.surprise_z:
+        text += (
+            f", one here and one there, rarer ones than draws (z = {z:.1f}): nobody drew them, a grammar forces them"
+        )
+        known = not math.isnan(f.forced_z)  # without entropies such tokens may only stand where all are rare
+        return Signature("logit_processors", above(f.forced, limits.forced) if known else 0.0, text)
+    if f.forced_tokens < LEAST_JUDGED:
+        return Signature("tool_tokens", 0.0, f"{text}, too few of them to tell what they are")
     if f.forced_alone > limits.forced_alone:
         return Signature("misalignment", above(f.forced, limits.forced), text + ", one here and one there: filled in")
     if f.forced_last > limits.forced_last and not f.all_zero:
@@ -238,6 +260,15 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
     if f.all_zero and f.forced_z >= -limits.surprise_z:
         return Signature("misalignment", 1.0, "all sampling log-probs are 0, at tokens as rare as draws: lost")
     return Signature("tool_tokens", above(f.forced, limits.forced), text)
+
+
+def _written(f: Features, _limits: Limits) -> Signature:
+    """The engine's numbers are rounded, and that explains every difference."""
+    text = f"all of the engine's numbers have {f.written_as or 'more digits'}, which explains every difference"
+    cause = "precision" if "float" in f.written_as else "misalignment"
+    return Signature(
+        cause, 1.0 if f.written_as else 0.0, text.replace("have b", "are b").replace("have f", "are f"), True
+    )
 
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
@@ -322,8 +353,8 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _repeated, _lost, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted,
-    _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
+    _none, _repeated, _lost, _unreported, _dropout, _tool_tokens, _written, _arithmetic, _top_token, _truncated,
+    _shifted, _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
