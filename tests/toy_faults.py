@@ -136,6 +136,35 @@ def forced(rng: Any) -> Change:
     return change
 
 
+def forced_one_by_one(rng: Any) -> Change:
+    """A grammar allows one token at every fourth place."""
+    words = rng.integers(0, VOCABULARY, LENGTH)
+
+    def change(z: Any, _row: int, place: int) -> Any:
+        return np.where(np.equal(IDS, words[place]), 0.0, -np.inf) if place % 4 == 3 else log_softmax(z)
+
+    return change
+
+
+def greedy_at(where: Callable[[int, int], bool]) -> Callable[[Any], Change]:
+    """The most likely token at some places."""
+    return lambda _rng: (
+        lambda z, row, place: np.where(np.argmax(z) == IDS, 0.0, -np.inf) if where(row, place) else log_softmax(z)
+    )
+
+
+def later_ones(rng: Any) -> Change:
+    """Some tokens are less likely once a response has begun, as under a penalty."""
+    kept = rng.random((ROWS, VOCABULARY)) < 0.3
+    return lambda z, row, place: log_softmax(z - 0.15 * kept[row] * (place > 0))
+
+
+def to_bf16(mu: Any) -> Any:
+    import torch
+
+    return torch.tensor(mu).bfloat16().double().numpy()
+
+
 def by_entropy(z: Any) -> Any:
     logps = log_softmax(z)
     entropy = -(np.exp(logps) * logps).sum()
@@ -161,6 +190,11 @@ def more_mass(z: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ reports
+
+
+def zeroed(mu: Any, _rng: Any) -> Any:
+    """A token without a choice has a log-prob of exactly 0."""
+    return np.where(np.abs(mu) < 1e-5, 0.0, mu)
 
 
 def at_places(mu: Any, rng: Any, share: float, value: Any) -> Any:
@@ -192,6 +226,8 @@ FAULTS: dict[str, Fault] = {
     "top-p 0.95": Fault(CUT, cut(nucleus(0.95)), named=True),
     "min-p 0.1": Fault(CUT, cut(lambda z: z >= z.max() + np.log(0.1)), named=True),
     "trainer under top-p": Fault(CUT, trainer=cut(nucleus(0.9))),
+    "top-p 0.3": Fault(CUT, cut(nucleus(0.3)), report=zeroed),
+    "min-p 0.5": Fault(CUT, cut(lambda z: z >= z.max() + np.log(0.5)), report=zeroed),
     "top choices left out": Fault((*CUT, *PROCESSED), without_top_choices),
     "a twentieth at random": Fault(PROCESSED, drawn(lambda z: np.log(0.95 * np.exp(log_softmax(z)) + 0.05 / len(z)))),
     "a token banned": Fault((*PROCESSED, *CUT), cut(lambda z: np.arange(len(z)) != 7)),
@@ -201,7 +237,12 @@ FAULTS: dict[str, Fault] = {
     "a bias": Fault(PROCESSED, drawn(lambda z: log_softmax(z + 1.5 * (IDS == 9)))),
     "a bias of each prompt": Fault(PROCESSED, lambda _r: lambda z, row, _t: log_softmax(
         z + 2.0 * np.equal(IDS, row // GROUP * 3))),
-    "a grammar": Fault(PROCESSED, forced, report=lambda mu, _r: np.where(np.abs(mu) < 1e-5, 0.0, mu)),
+    "a grammar": Fault(PROCESSED, forced, report=zeroed),
+    "a grammar, token by token": Fault(PROCESSED, forced_one_by_one, report=zeroed),
+    "greedy first tokens": Fault(("temperature", *PROCESSED), greedy_at(lambda _row, t: t == 0), report=zeroed),
+    "half of the rows greedy": Fault(TEMPERATURE, greedy_at(lambda row, _t: row % 2 > 0), report=zeroed),
+    "a penalty beside bf16": Fault(PROCESSED, later_ones, says=BF16),
+    "a penalty beside a lag": Fault(PROCESSED, later_ones, says=LAG),
     # what a model computes
     "soft-cap": Fault((*CONFIG, *TEMPERATURE), drawn(lambda z: log_softmax(3 * np.tanh(z / 3)))),
     "padding of the trainer's vocabulary": Fault(CONFIG, trainer=drawn(more_mass)),
@@ -235,6 +276,10 @@ FAULTS: dict[str, Fault] = {
     "one in two hundred at random beside fp8": Fault(PROCESSED, drawn(lambda z: np.log(
         0.995 * np.exp(log_softmax(4 * z)) + 0.005 / len(z))), drawn(lambda z: log_softmax(4 * z)), says=FP8),
     "bf16": Fault(FORMAT, noise(0.015), named=True, says=BF16),
+    "far less than bf16 leaves": Fault(("unknown", "none"), noise(0.001), says=BF16),
+    "temperature 0.9 beside bf16": Fault(TEMPERATURE, drawn(lambda z: log_softmax(z / 0.9)), says=BF16),
+    "half of the rows at 0.8 beside bf16": Fault(
+        TEMPERATURE, lambda _r: lambda z, row, _t: log_softmax(z / (0.8 + row % 2 / 5)), says=BF16),
     # log-probs that were written down wrongly
     "a floor": Fault(MISALIGNED, report=lambda mu, _r: np.log(np.exp(mu) + 1e-3)),
     "filled up with 0": Fault(MISALIGNED, report=filled_up, named=True),
@@ -254,6 +299,10 @@ FAULTS: dict[str, Fault] = {
     "with the token before": Fault(MISALIGNED, report=lambda mu, _r: (mu + np.roll(mu, 1, 1)) / 2),
     "the mean of the group": Fault(MISALIGNED, report=lambda mu, _r: np.repeat(
         mu.reshape(-1, GROUP, LENGTH).mean(1), GROUP, 0)),
+    "to a decimal": Fault(MISALIGNED, report=lambda mu, _r: np.round(mu, 1), named=True),
+    "to two decimals beside a lag": Fault(MISALIGNED, report=lambda mu, _r: np.round(mu, 2), named=True, says=LAG),
+    "in bfloat16": Fault(FORMAT, report=lambda mu, _r: to_bf16(mu), named=True),
+    "in bfloat16 beside a lag": Fault(FORMAT, report=lambda mu, _r: to_bf16(mu), named=True, says=LAG),
     "in float16": Fault((*FORMAT, *MISALIGNED), report=lambda mu, _r: mu.astype(np.float16).astype(np.float64)),
 }  # fmt: skip
 
