@@ -146,6 +146,13 @@ def forced_one_by_one(rng: Any) -> Change:
     return change
 
 
+def appended(_rng: Any) -> Change:
+    """The last token was not drawn: a rare end, which is put behind every response."""
+    return lambda z, _row, place: (
+        np.where(np.equal(IDS, np.argmin(z)), 0.0, -np.inf) if place == LENGTH - 1 else log_softmax(z)
+    )
+
+
 def greedy_at(where: Callable[[int, int], bool]) -> Callable[[Any], Change]:
     """The most likely token at some places."""
     return lambda _rng: (
@@ -283,6 +290,7 @@ FAULTS: dict[str, Fault] = {
     # log-probs that were written down wrongly
     "a floor": Fault(MISALIGNED, report=lambda mu, _r: np.log(np.exp(mu) + 1e-3)),
     "filled up with 0": Fault(MISALIGNED, report=filled_up, named=True),
+    "an end that was appended": Fault(MISALIGNED, appended, report=zeroed, named=True),
     "nothing but 0": Fault(MISALIGNED, report=lambda mu, _r: np.zeros_like(mu)),
     "a constant": Fault(MISALIGNED, report=lambda mu, _r: mu + 0.1, named=True),
     "a small constant": Fault(MISALIGNED, report=lambda mu, _r: mu + 0.01, named=True),

@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread
 from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import PROBABILITIES, REWRITTEN, UNITS, disagreeing_rows, fitting_rows
+from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, UNITS, disagreeing_rows, fitting_rows
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
 from trl_offpolicy.engines.hf import TokenScores
@@ -26,7 +26,6 @@ FACTOR_LEAVES = 1e-3
 """Share of the distance in place, and of the numbers' spread, that a factor may leave: rounding, if it is the fault."""
 UNIT_FITS = 4.0
 """Times what the best factor leaves that a unit's may leave and still be the one."""
-LEAST_FACTOR = 1e-3
 CAUSE = "misalignment"
 
 
@@ -54,7 +53,7 @@ class Books:
 
 
 def bookkeeping(books: Books) -> Iterator[Intervention]:
-    """Every error of book-keeping as an :class:`Intervention`."""
+    """Every error of book-keeping as an :class:`Intervention`; none where all that differs is exactly 0."""
     plain, rows = books.plain.logps, books.differs[:, None]
 
     def so(detail: str, logps: Floats) -> Intervention:
@@ -64,12 +63,12 @@ def bookkeeping(books: Books) -> Iterator[Intervention]:
         """The same in the rows that disagree."""
         return so(detail, np.where(rows, logps, plain))
 
+    gap = np.abs(books.target - plain) > 20 * min(noise_rms(books.evidence), 1e-3)
+    differ = books.evidence.observed & gap
+    if differ.any() and not np.any(books.target[differ]):
+        return  # numbers that are exactly 0: whatever is near 0 at these tokens would fit them
     factor = _other_factor(np.where(books.evidence.observed, books.target, np.nan), plain)
-    differ = books.evidence.observed & (np.abs(books.target - plain) > 20 * min(noise_rms(books.evidence), 1e-3))
-    only_zeros = differ.any() and not np.any(books.target[differ])
     for name, change in REWRITTEN.items():
-        if only_zeros and name == PROBABILITIES:
-            continue  # any function that is near 0 at rare tokens fits numbers that are 0
         if factor is None or name not in UNITS:
             yield so(name, change(plain))
     if factor is not None:
@@ -145,8 +144,6 @@ def _other_factor(target: Floats, plain: Floats) -> float | None:
     if not square:
         return None
     factor = float(np.dot(target, plain)) / square
-    if abs(factor) < LEAST_FACTOR:  # numbers that are all 0 fit it, whatever they were
-        return None
     left, rounding = distance(target - factor * plain), 1e-12 * spread(target)
     if left > FACTOR_LEAVES * min(distance(target - plain), spread(target)) + rounding:
         return None

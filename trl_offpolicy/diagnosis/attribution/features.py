@@ -525,13 +525,12 @@ UNITS: Mapping[str, Callable[[Array], Array]] = {
     "log-probs in base 10": lambda b: b / np.log(10),
     "negative log-probs": np.negative,
 }
-PROBABILITIES = "probabilities in place of log-probs"
 REWRITTEN: Mapping[str, Callable[[Array], Array]] = {
     "running sums over the tokens": _running,
     "running means over the tokens": _running_means,
     "the mean of the response at every token": _means,
     "the sum of the response at every token": lambda b: _means(b) * np.isfinite(b).sum(1, keepdims=True),
-    PROBABILITIES: np.exp,
+    "probabilities in place of log-probs": np.exp,
     **UNITS,
 }
 """Functions of log-probs (B, T) that were taken for log-probs."""

@@ -244,7 +244,8 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
         return Signature(
             "tool_tokens", 0.0, text + f", likelier ones than draws (z = {z:.1f}): no choice was left there"
         )
-    if f.forced_alone > limits.forced_alone and z > limits.surprise_z:
+    within = f.forced_last <= limits.forced_last  # not an end that was appended to each row
+    if f.forced_alone > limits.forced_alone and z > limits.surprise_z and within:
         text += (
             f", one here and one there, rarer ones than draws (z = {z:.1f}): nobody drew them, a grammar forces them"
         )
