@@ -290,7 +290,8 @@ FAULTS: dict[str, Fault] = {
     # log-probs that were written down wrongly
     "a floor": Fault(MISALIGNED, report=lambda mu, _r: np.log(np.exp(mu) + 1e-3)),
     "filled up with 0": Fault(MISALIGNED, report=filled_up, named=True),
-    "an end that was appended": Fault(MISALIGNED, appended, report=zeroed, named=True),
+    "an end that was appended": Fault(MISALIGNED, greedy_at(lambda _row, t: t == LENGTH - 1, rarest=True),
+                                      report=zeroed, named=True),
     "nothing but 0": Fault(MISALIGNED, report=lambda mu, _r: np.zeros_like(mu)),
     "a constant": Fault(MISALIGNED, report=lambda mu, _r: mu + 0.1, named=True),
     "a small constant": Fault(MISALIGNED, report=lambda mu, _r: mu + 0.01, named=True),
