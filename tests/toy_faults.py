@@ -146,18 +146,14 @@ def forced_one_by_one(rng: Any) -> Change:
     return change
 
 
-def appended(_rng: Any) -> Change:
-    """The last token was not drawn: a rare end, which is put behind every response."""
-    return lambda z, _row, place: (
-        np.where(np.equal(IDS, np.argmin(z)), 0.0, -np.inf) if place == LENGTH - 1 else log_softmax(z)
-    )
+def greedy_at(where: Callable[[int, int], bool], *, rarest: bool = False) -> Callable[[Any], Change]:
+    """The most likely token at some places, or the least likely one."""
 
+    def change(z: Any, row: int, place: int) -> Any:
+        taken = np.argmin(z) if rarest else np.argmax(z)
+        return np.where(np.equal(IDS, taken), 0.0, -np.inf) if where(row, place) else log_softmax(z)
 
-def greedy_at(where: Callable[[int, int], bool]) -> Callable[[Any], Change]:
-    """The most likely token at some places."""
-    return lambda _rng: (
-        lambda z, row, place: np.where(np.argmax(z) == IDS, 0.0, -np.inf) if where(row, place) else log_softmax(z)
-    )
+    return lambda _rng: change
 
 
 def later_ones(rng: Any) -> Change:
