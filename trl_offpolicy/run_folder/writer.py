@@ -99,9 +99,9 @@ def _write_run(folder: Path, info: Mapping[str, Any]) -> None:
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     """Make room for a run: archive older records, or cut them back to ``resumed_step`` when resuming."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Checkpoints too: a later resume would go on from the largest number, whosever it is.
-    present = [*(folder / name for name in layout.RECORDS if (folder / name).exists()), *by_step(folder)]
+    present = [folder / name for name in layout.RECORDS if (folder / name).exists()]
     if resumed_step == 0 and present:
+        present += by_step(folder)  # a later resume would go on from the largest number, whosever it is
         archive = _new_folder(folder / layout.PREVIOUS_FOLDER / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
             shutil.move(path, archive / path.name)
