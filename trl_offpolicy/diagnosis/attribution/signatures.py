@@ -222,8 +222,8 @@ def _swapped(f: Features, limits: Limits) -> Signature:
     return Signature("misalignment", below(f.swapped, limits.exact), text)
 
 
-def _tool_tokens(f: Features, limits: Limits) -> Signature:
-    """A tool's output is a run of tokens, and an answer follows. Other zeros are log-probs that were filled in.
+def _zeros(f: Features, limits: Limits) -> Signature:
+    """Log-probs of exactly 0. A tool's output is a run of them, and an answer follows; others were filled in.
 
     Those are as rare as draws. Greedy requests give zeros of likelier tokens than draws are, and so does a narrow
     nucleus; a grammar forces rarer ones. Of zeros alone nothing is known.
@@ -241,9 +241,8 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
         text += f", likelier ones than draws (z = {f.forced_z:.1f}): greedy requests (temperature 0)"
         return Signature("temperature", above(f.forced, limits.forced), text)
     if z < -limits.surprise_z:
-        return Signature(
-            "tool_tokens", 0.0, text + f", likelier ones than draws (z = {z:.1f}): no choice was left there"
-        )
+        text += f", likelier ones than draws (z = {z:.1f}): no choice was left there"
+        return Signature("tool_tokens", 0.0, text)
     within = f.forced_last <= limits.forced_last  # not an end that was appended to each row
     if f.forced_alone > limits.forced_alone and z > limits.surprise_z and within:
         text += (
@@ -265,11 +264,9 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
 
 def _written(f: Features, _limits: Limits) -> Signature:
     """The engine's numbers are rounded, and that explains every difference."""
-    text = f"all of the engine's numbers have {f.written_as or 'more digits'}, which explains every difference"
+    text = f"the engine's numbers are all rounded to {f.written_as}, which explains every difference"
     cause = "precision" if "float" in f.written_as else "misalignment"
-    return Signature(
-        cause, 1.0 if f.written_as else 0.0, text.replace("have b", "are b").replace("have f", "are f"), True
-    )
+    return Signature(cause, 1.0 if f.written_as else 0.0, text, clear=True)
 
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
@@ -354,7 +351,7 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _repeated, _lost, _unreported, _dropout, _tool_tokens, _written, _arithmetic, _top_token, _truncated,
+    _none, _repeated, _lost, _unreported, _dropout, _zeros, _written, _arithmetic, _top_token, _truncated,
     _shifted, _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
