@@ -6,6 +6,7 @@ what a grammar forces was drawn by nobody, and is rarer. Greedy requests, and to
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -49,20 +50,20 @@ def zeros(evidence: TokenEvidence, b: Array, d: Array, noise: float) -> dict[str
 def _excess_z(evidence: TokenEvidence, forced: Array, b: Array) -> float:
     """Standard errors by which the mean of -b - H of these tokens is above 0; NaN without entropies, for a handful."""
     if evidence.entropies is None:
-        return float("nan")
+        return math.nan
     values = (-b - evidence.entropies)[forced]
     values = values[np.isfinite(values)]
     if values.size < LEAST_JUDGED or not values.std():
-        return float("nan")
+        return math.nan
     return float(values.mean() * np.sqrt(values.size) / values.std())
 
 
 def _beside_z(here: Array, others: Array) -> float:
     """Standard errors by which the mean of -b is larger here than at the other tokens, which were drawn."""
     if here.size < LEAST_JUDGED or others.size < LEAST_OTHERS:
-        return float("nan")
+        return math.nan
     error = float(np.sqrt(here.var() / here.size + others.var() / others.size))
-    return float(here.mean() - others.mean()) / error if error else float("nan")
+    return float(here.mean() - others.mean()) / error if error else math.nan
 
 
 def _last(marked: Array, seen: Array) -> float:
