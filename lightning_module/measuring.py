@@ -117,7 +117,7 @@ class Measuring:
             objective: the loss, whose numbers also get TRL's names.
             device: of the metrics.
         """
-        values = self.stats.all_reduce(gather_rows).measured().compute()
+        values = self.stats.logged(gather_rows)
         named: dict[str, float] = {"loss": float(self.loss.compute()), **self._times()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}

@@ -163,7 +163,7 @@ class OffPolicyObserver(RunRecords):
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, *, steps: int) -> None:
         """Reduce over ranks, log, write and judge a row. All ranks call it."""
-        values = self._stats.all_reduce(gather_rows).measured().compute()
+        values = self._stats.logged(gather_rows)
         responses = self._responses * trainer.world_size // max(steps, 1)
         self._stats, self._responses = Stats({}), 0
         known = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -13,7 +13,8 @@
 #   GPU_DAY_COMMIT  what the page calls the commit, where the checkout was copied without its history
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
-# writes DIR/results.md); what it says of steps that this day has not run stays. recipes/gpu_pack.sh makes what a machine without a network needs.
+# writes DIR/results.md); what it says of steps that this day has not run stays. recipes/gpu_pack.sh makes what a machine
+# without a network needs.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 for folder in benchmarks tests scripts; do

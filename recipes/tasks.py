@@ -29,6 +29,9 @@ MADE = 2000
 
 def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     """Training and held-out prompts, disjoint, in TRL's conversational format."""
+    size = getattr(recipe, "train_size", None)
+    if size is not None and size < 1:
+        raise ValueError(f"train_size must be 1 or more, but got {size}.")
     if getattr(recipe, "train_files", None):
         return _from_files(recipe)
     if getattr(recipe, "val_files", None):
@@ -38,7 +41,7 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
         return _from_hub(recipe)
     if recipe.eval_size is None:
         raise ValueError(f"eval_size must be a number with {recipe.dataset_name}, which makes prompts, but got null.")
-    rows = _reasoning_gym(task, recipe, (recipe.train_size or MADE) + recipe.eval_size)
+    rows = _reasoning_gym(task, recipe, (size or MADE) + recipe.eval_size)
     held_out = rows[: recipe.eval_size]
     seen = {row["question"] for row in held_out}
     train = [row for row in rows[recipe.eval_size :] if row["question"] not in seen]
@@ -67,7 +70,7 @@ def _held_out(train: Dataset, held_out: Dataset | None, size: int | None) -> tup
     if held_out is None:
         size = min(size, len(train) - 1)
         return train.select(range(size, len(train))), train.select(range(size))
-    return train, held_out.select(range(min(size, len(held_out))))
+    return train, _first(held_out, size)
 
 
 _READERS: dict[str, Callable[[str], Dataset]] = {
@@ -85,11 +88,9 @@ def _from_files(recipe: Any) -> tuple[Dataset, Dataset]:
     return _first(train, getattr(recipe, "train_size", None)), held_out
 
 
-def _first(train: Dataset, size: int | None) -> Dataset:
+def _first(rows: Dataset, size: int | None) -> Dataset:
     """The first ``size`` rows; None = all."""
-    if size is not None and size < 1:
-        raise ValueError(f"train_size must be 1 or more, but got {size}.")
-    return train if size is None else train.select(range(min(size, len(train))))
+    return rows if size is None else rows.select(range(min(size, len(rows))))
 
 
 def _verl_rows(field: str, files: Sequence[str]) -> Dataset:

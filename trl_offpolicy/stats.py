@@ -140,6 +140,14 @@ class Stats(Mapping[str, Stat]):
             unmeasured |= {"kept", "weight", "weight_applied"}
         return Stats({name: group for name, group in found.items() if name.partition("#")[0] not in unmeasured})
 
+    def logged(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """What a window logs: the values over all ranks, without those that were not really measured.
+
+        Args:
+            gather: as in :meth:`all_reduce`. All ranks call it.
+        """
+        return self.all_reduce(gather).measured().compute()
+
     def compute(self) -> dict[str, float]:
         """All values as floats, with one transfer of the moments to the host, then the intervals as ``<key>_ci95``.
 

@@ -94,17 +94,11 @@ def read_method(
     spec = _plain(spec)
     key = f"{where} {spec!r} {base!r}"
     if key not in _METHODS:
-        method = _read(spec, where, framework, base or Objective())
-        if row_by_row and method.objective.scope == "micro_batch":
-            raise NotImplementedError(
-                f"{where} must have no part of scope micro_batch (a budget, a normalisation over it, an ESS of it): "
-                f"{framework} hands its hook one sequence at a time."
-            )
-        _METHODS[key] = method
+        _METHODS[key] = _read(spec, where, framework, base or Objective(), row_by_row=row_by_row)
     return _METHODS[key]
 
 
-def _read(spec: Any, where: str, framework: str, base: Objective) -> Method:
+def _read(spec: Any, where: str, framework: str, base: Objective, *, row_by_row: bool) -> Method:
     run_dir = None
     if isinstance(spec, dict):
         spec = dict(spec)
@@ -136,13 +130,16 @@ def _read(spec: Any, where: str, framework: str, base: Objective) -> Method:
     objective = parse_objective(own, where=f"{where}.objective", base=replace(base, **changes))
     correction = parse_correction(said.get("correction") or {}, where=f"{where}.correction", base=preset.correction)
     objective = replace(objective, correction=correction)
-    _refuse_wide(preset, objective, where, framework)
+    _refuse_wide(preset, objective, where, framework, row_by_row=row_by_row)
     return Method(replace(preset, objective=objective), None if run_dir is None else Path(str(run_dir)))
 
 
-def _refuse_wide(preset: Preset, objective: Objective, where: str, framework: str) -> None:
-    """Raise for what needs the whole generation batch, or what travels with its rows: a hook sees a micro-batch."""
-    why = f"{framework} hands its hook one micro-batch at a time"
+def _refuse_wide(preset: Preset, objective: Objective, where: str, framework: str, *, row_by_row: bool) -> None:
+    """Raise for what needs more rows than the hook sees, or what travels with those of a whole generation batch."""
+    why = f"{framework} hands its hook one {'sequence' if row_by_row else 'micro-batch'} at a time"
+    if row_by_row and objective.scope == "micro_batch":
+        parts_of_it = "a budget, a normalisation over it, an ESS of it"
+        raise NotImplementedError(f"{where} must have no part of scope micro_batch ({parts_of_it}): {why}.")
     if preset.objective.denominator == "kept" or objective.scope in WIDE_SCOPES:
         correction = objective.correction
         parts: list[Any] = [] if correction is None else [*correction.weights, *correction.keep]

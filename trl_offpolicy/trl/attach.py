@@ -160,7 +160,7 @@ class Observer:
     def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the diagnostics since the last logging step, over all ranks, to TRL's logs."""
         if (stats := self._stats.pop(self._mode, None)) is not None:
-            for key, value in stats.all_reduce(self.trainer.accelerator.gather).measured().compute().items():
+            for key, value in stats.logged(self.trainer.accelerator.gather).items():
                 self.trainer._metrics[self._mode][key].append(value)
         if self._recorder is not None:
             self._recorder.flush()

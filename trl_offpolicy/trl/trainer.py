@@ -492,7 +492,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if mode == "eval":
             self._metrics[mode].update({name: [value] for name, value in self._held_out.close().items()})
         if (stats := self._stats.pop(mode, None)) is not None:
-            values = stats.all_reduce(self.accelerator.gather).measured().compute()
+            values = stats.logged(self.accelerator.gather)
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
             for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)

@@ -13,6 +13,7 @@ from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, UNITS, disagreeing_rows, fitting_rows
 from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
 from trl_offpolicy.diagnosis.attribution.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.written import decimals
 from trl_offpolicy.engines.hf import TokenScores
 
 MOST_MOVED = 3
@@ -21,7 +22,6 @@ LEAST_OVERLAP = 5
 """Tokens that two rows must share to be compared."""
 SWAPPED = 0.5
 """Share of the disagreeing rows that must be those of another row, so that the others are too."""
-DECIMALS = (1, 2, 3, 4)
 FACTOR_LEAVES = 1e-3
 """Share of the distance in place, and of the numbers' spread, that a factor may leave: rounding, if it is the fault."""
 UNIT_FITS = 4.0
@@ -124,10 +124,8 @@ def _limits(books: Books, so: Callable[[str, Floats], Intervention]) -> Iterator
     lowest = float(values.min())
     if lowest < 0 and np.mean(values <= lowest + 1e-9) > 2 / values.size:  # more than one token at the bound
         yield so(f"log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
-    for digits in DECIMALS:
-        if np.allclose(values, np.round(values, digits), atol=1e-6 * max(1.0, -lowest), rtol=0):
-            yield so(f"log-probs rounded to {digits} decimals", np.round(plain, digits))
-            return
+    if (digits := decimals(values)) is not None:
+        yield so(f"log-probs rounded to {digits} decimals", np.round(plain, digits))
 
 
 def _other_factor(target: Floats, plain: Floats) -> float | None:

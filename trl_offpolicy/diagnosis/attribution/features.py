@@ -7,7 +7,6 @@ token by about 1 - p times that noise. So z of rounding errors has about the sam
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.noise import noise_level, noise_rms, self_median, self_ratio, trusted_floor
+from trl_offpolicy.diagnosis.attribution.surprise import LEAST_TOKENS, in_bits, surprise_of
 from trl_offpolicy.diagnosis.attribution.written import written
 from trl_offpolicy.diagnosis.attribution.zeros import zeros
 
@@ -37,10 +37,6 @@ LEAST_ENTROPY = 0.05
 """Entropy in nats below which a token says nothing about what it is the log-prob of."""
 DEEP = 2.3
 """Nats by which the trainer is below the engine at a token that it finds deep: a tenth of the probability."""
-LEAST_TOKENS = 50
-"""Tokens from which a mean over the batch is judged."""
-IN_BITS = 0.015
-"""Distance of a ratio of means from log(2), or from its inverse, up to which it is that."""
 LEAST_ALIKE, LEAST_MARKED = 8, 3
 """Tokens from which on a number or factor that all share is judged, and tokens of the same mark (a bound, a zero)."""
 SAME_TOKEN = 0.02
@@ -190,7 +186,7 @@ def extract(evidence: TokenEvidence) -> Features:
     flat, log_mu, size = d[seen], a[seen], token_k3(d[seen])
     rms, enough = float(np.sqrt(np.mean(flat**2))) or 1e-30, flat.size >= LEAST_ALIKE
     fit, slope, temperature_own, temperature_rest = _temperature(evidence, b, d)
-    surprise, surprise_z = _surprise(evidence, _of_either(evidence, b))
+    surprise, surprise_z = surprise_of(evidence, _of_either(evidence, b))
     rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d, evidence.entropies)
     rows, entropies = disagreeing_rows(d, noise), evidence.entropies
     z = _scaled(b, d)
@@ -241,7 +237,7 @@ def extract(evidence: TokenEvidence) -> Features:
         scatter=_scatter(flat, noise),
         grain=float(np.exp(np.quantile(b[seen], 0.05)) / max(abs(np.median(flat)), 1e-30)),
         top_z=_top_z(log_mu, flat),
-        entropies_in_bits=entropies is not None and _in_bits(b[seen], entropies[seen]),
+        entropies_in_bits=entropies is not None and in_bits(b[seen], entropies[seen]),
         missing_tail=float("nan") if entropies is None else _missing_tail(flat, b[seen], entropies[seen]),
     )
 
@@ -249,14 +245,6 @@ def extract(evidence: TokenEvidence) -> Features:
 def _form(log_mu: Array, d: Array, noise: float) -> str:
     found = written(log_mu, d, noise)
     return found.form if found.explains else ""
-
-
-def _in_bits(b: Array, entropies: Array) -> bool:
-    """Whether entropies and log-probs are in other units: both means differ by log(2), to one per cent."""
-    use = np.isfinite(entropies) & np.isfinite(b)
-    mean = float(np.mean(entropies[use])) if use.any() else 0.0
-    ratio = float(-np.mean(b[use])) / mean if mean > 0 else 0.0
-    return min(abs(ratio / math.log(2) - 1), abs(ratio * math.log(2) - 1)) < IN_BITS
 
 
 def _clipped(log_mu: Array, d: Array, noise: float) -> float:
@@ -329,36 +317,6 @@ def _of_either(evidence: TokenEvidence, b: Array) -> Array:
     mu, old = evidence.sampling_per_token_logps, evidence.old_per_token_logps
     known = np.where(evidence.observed, b, np.where(np.isfinite(old), old, mu))
     return np.where(evidence.completion_mask.astype(bool), known, np.nan)
-
-
-def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
-    """Mean of -b - H and its z value.
-
-    The expected value of -log p of a drawn token is the entropy, whatever came before. So the sum is a martingale, and
-    tokens of one row count as independent. Copies of a row count once. Entropies that no distribution with these
-    log-probs has say nothing.
-    """
-    if evidence.entropies is None or _impossible_entropies(evidence.entropies, b):
-        return math.nan, math.nan
-    rows = np.unique(np.nan_to_num(b, nan=1.0).round(3), axis=0, return_index=True)[1]
-    excess = (-b - evidence.entropies)[rows]
-    values = excess[np.isfinite(excess)]
-    if values.size < LEAST_TOKENS or not values.std():
-        return math.nan, math.nan
-    mean = float(values.mean())
-    return mean, mean * float(np.sqrt(values.size)) / float(values.std())
-
-
-def _impossible_entropies(entropies: Array, b: Array) -> bool:
-    """Whether they are lower than a distribution allows that gives a token the probability e^b.
-
-    The least entropy is that of two tokens, p and 1 - p.
-    """
-    p = np.exp(np.minimum(b, 0.0))
-    rest = np.clip(1 - p, 1e-12, 1.0)
-    least = -p * np.minimum(b, 0.0) - rest * np.log(rest)
-    known = np.isfinite(least) & np.isfinite(entropies)
-    return bool(known.any()) and float(np.mean(entropies[known] < 0.98 * least[known] - 1e-3)) > 0.01
 
 
 def fitting_rows(a: Array, b: Array, rows: Array) -> dict[int, tuple[int, float]]:

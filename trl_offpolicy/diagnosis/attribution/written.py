@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-DECIMALS = (1, 2, 3)
+DECIMALS, FEW = (1, 2, 3, 4), 3
+"""Decimals that are looked for, and how many may be told from the numbers alone."""
 LEAST_NUMBERS = 30
 """Numbers other than 0 from which on a form that all of them have is no chance."""
 EXPLAINED = 0.99
@@ -48,15 +49,27 @@ def written(a: Array, d: Array, noise: float) -> Written:
     if numbers.size < LEAST_NUMBERS:
         return Written("", explains=False)
     size = np.abs(a)
-    for digits in DECIMALS:
-        if np.allclose(numbers, np.round(numbers, digits), atol=1e-6, rtol=1e-6):
-            return _explained(f"{digits} decimal{'s' * (digits > 1)}", np.full_like(a, 0.5 * 10.0**-digits), d, noise)
+    digits = decimals(numbers)
+    if digits is not None and digits <= FEW:
+        return _explained(f"{digits} decimal{'s' * (digits > 1)}", np.full_like(a, 0.5 * 10.0**-digits), d, noise)
     single = numbers.astype(np.float32)
     if not np.any(single.view(np.uint32) & 0xFFFF) and np.allclose(single, numbers, rtol=1e-6, atol=0):
         return _explained("bfloat16", size * 2.0**-8, d, noise)
     if np.array_equal(numbers.astype(np.float16).astype(np.float32), single):
         return _explained("float16", np.maximum(size * 2.0**-11, 2.0**-25), d, noise)
     return Written("", explains=False)
+
+
+def decimals(numbers: Array) -> int | None:
+    """The fewest decimals that all log-probs (N,) have; None = more than are looked for.
+
+    Example:
+        >>> decimals(np.array([-1.25, -0.5])), decimals(np.array([-1 / 3]))
+        (2, None)
+    """
+    tolerance = 1e-6 * max(1.0, -float(numbers.min()))
+    fit = (n for n in DECIMALS if np.allclose(numbers, np.round(numbers, n), atol=tolerance, rtol=0))
+    return next(fit, None)
 
 
 def _explained(form: str, half_step: Array, d: Array, noise: float) -> Written:

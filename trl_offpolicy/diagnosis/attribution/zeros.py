@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.distances import token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.attribution.surprise import surprise_of
 
 Array = NDArray[Any]
 
@@ -41,21 +42,10 @@ def zeros(evidence: TokenEvidence, b: Array, d: Array, noise: float) -> dict[str
         "forced_last": _last(forced, seen),
         "forced_tokens": int(forced.sum()),
         "forced_depth": float(np.max(-d[forced], initial=0.0)),
-        "forced_z": _excess_z(evidence, forced, b),
+        "forced_z": surprise_of(evidence, np.where(forced, b, np.nan), least=LEAST_JUDGED)[1],
         "forced_beside_z": _beside_z(-b[forced], -b[others]),
         "others_below": float(np.mean(d[others] < -4 * noise)) if others.any() else 0.0,
     }
-
-
-def _excess_z(evidence: TokenEvidence, forced: Array, b: Array) -> float:
-    """Standard errors by which the mean of -b - H of these tokens is above 0; NaN without entropies, for a handful."""
-    if evidence.entropies is None:
-        return math.nan
-    values = (-b - evidence.entropies)[forced]
-    values = values[np.isfinite(values)]
-    if values.size < LEAST_JUDGED or not values.std():
-        return math.nan
-    return float(values.mean() * np.sqrt(values.size) / values.std())
 
 
 def _beside_z(here: Array, others: Array) -> float:

@@ -23,7 +23,7 @@ from trl_offpolicy.run_folder.run_data import metrics_file
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
-_READ = (layout.METRICS_FILE, layout.RUN_FILE, layout.SYNCS_FILE, layout.ROLLOUTS_FILE, layout.WORST_FOLDER)
+_READ = (layout.RUN_FILE, layout.SYNCS_FILE, layout.ROLLOUTS_FILE, layout.WORST_FOLDER)
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; script-src '{script}'"
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -71,7 +71,7 @@ class LivePage:
             for one in sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []:
                 if not one.name.startswith("."):  # being written
                     yield _stamp(one)
-        with suppress(OSError):  # of another trainer: a log, or the state in its newest checkpoint
+        with suppress(OSError):  # metrics.jsonl, or of another trainer its log or the state in its newest checkpoint
             yield _stamp(metrics_file(self.run_dir))
 
     def _made(self) -> str:

@@ -119,7 +119,7 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         """Add the diagnostics of the window, over all ranks, to TRL's metrics."""
         stats, self._stats = self._stats, None
         if stats is not None:
-            for key, value in stats.all_reduce(self.accelerator.gather).measured().compute().items():
+            for key, value in stats.logged(self.accelerator.gather).items():
                 self._metrics["train"][key].append(value)
         super().log(logs, start_time)
 

@@ -1,0 +1,55 @@
+"""How much rarer tokens are than draws: -log p of a drawn token is the entropy on average, whatever came before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+
+Array = NDArray[Any]
+LEAST_TOKENS = 50
+"""Tokens from which a mean over the batch is judged."""
+IN_BITS = 0.015
+"""Distance of a ratio of means from log(2), or from its inverse, up to which it is that."""
+
+
+def surprise_of(evidence: TokenEvidence, b: Array, *, least: int = LEAST_TOKENS) -> tuple[float, float]:
+    """Mean of -b - H and its z value; NaN without entropies, and for fewer than ``least`` tokens.
+
+    The expected value of -log p of a drawn token is the entropy, whatever came before. So the sum is a martingale, and
+    tokens of one row count as independent. Copies of a row count once. Entropies that no distribution with these
+    log-probs has say nothing.
+    """
+    if evidence.entropies is None or _impossible_entropies(evidence.entropies, b):
+        return math.nan, math.nan
+    rows = np.unique(np.nan_to_num(b, nan=1.0).round(3), axis=0, return_index=True)[1]
+    excess = (-b - evidence.entropies)[rows]
+    values = excess[np.isfinite(excess)]
+    if values.size < least or not values.std():
+        return math.nan, math.nan
+    mean = float(values.mean())
+    return mean, mean * float(np.sqrt(values.size)) / float(values.std())
+
+
+def _impossible_entropies(entropies: Array, b: Array) -> bool:
+    """Whether they are lower than a distribution allows that gives a token the probability e^b.
+
+    The least entropy is that of two tokens, p and 1 - p.
+    """
+    p = np.exp(np.minimum(b, 0.0))
+    rest = np.clip(1 - p, 1e-12, 1.0)
+    least = -p * np.minimum(b, 0.0) - rest * np.log(rest)
+    known = np.isfinite(least) & np.isfinite(entropies)
+    return bool(known.any()) and float(np.mean(entropies[known] < 0.98 * least[known] - 1e-3)) > 0.01
+
+
+def in_bits(b: Array, entropies: Array) -> bool:
+    """Whether entropies and log-probs are in other units: both means differ by log(2), to one per cent."""
+    use = np.isfinite(entropies) & np.isfinite(b)
+    mean = float(np.mean(entropies[use])) if use.any() else 0.0
+    ratio = float(-np.mean(b[use])) / mean if mean > 0 else 0.0
+    return min(abs(ratio / math.log(2) - 1), abs(ratio * math.log(2) - 1)) < IN_BITS
