@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, round_significant
+from trl_offpolicy.diagnosis.attribution.contexts.precision import SIGNIFICANT_BITS, round_significant
 from trl_offpolicy.engines.rounding import WeightRounding
 
 Where = Literal["weights", "activations", "kv", "all"]

@@ -23,7 +23,7 @@ from worlds import World
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
+from trl_offpolicy.diagnosis.attribution.trials.spellings import spellings_of
 from trl_offpolicy.engines.hf import Head
 
 ROWS = 4

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from trl_offpolicy.diagnosis.attribution.precision import round_significant
+from trl_offpolicy.diagnosis.attribution.contexts.precision import round_significant
 
 EXPERTS = 8
 VOCABULARY = 128

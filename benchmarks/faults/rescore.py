@@ -29,7 +29,7 @@ from worlds import World
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.bench import Bench
-from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
+from trl_offpolicy.diagnosis.attribution.trials.spellings import spellings_of
 from trl_offpolicy.diagnosis.rescoring.rescore import Recorded, attribute_rescored, attribute_run_rescored
 from trl_offpolicy.run_folder.layout import RUN_FILE
 from trl_offpolicy.run_folder.rollouts import read_rollouts

@@ -11,7 +11,7 @@ import contexts
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.diagnosis.attribution.precision import round_significant
+from trl_offpolicy.diagnosis.attribution.contexts.precision import round_significant
 
 NF4 = torch.tensor([-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803,
                     0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0])  # fmt: skip

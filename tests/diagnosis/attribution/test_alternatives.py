@@ -13,7 +13,7 @@ from toy_policy import GROUP, LENGTH, ROWS, SAME, VOCABULARY, Toy, log_softmax, 
 from trl_offpolicy.diagnosis.attribution.alternatives import LOOK_ALIKES
 from trl_offpolicy.diagnosis.attribution.attribute import NAMED, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Seen, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.shares import REFERENCE
+from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE
 from trl_offpolicy.diagnosis.causes import CAUSES
 
 Report = Callable[[Any], Any]

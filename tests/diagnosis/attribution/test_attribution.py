@@ -10,10 +10,10 @@ from toy_policy import ROWS, SAME, make
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute, coarse_of
 from trl_offpolicy.diagnosis.attribution.distances import kl_k3
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Seen, TokenEvidence, differences, excluded, padded
-from trl_offpolicy.diagnosis.attribution.features import extract
-from trl_offpolicy.diagnosis.attribution.noise import noise_level
-from trl_offpolicy.diagnosis.attribution.shares import REFERENCE
-from trl_offpolicy.diagnosis.attribution.signatures import TESTS, read_signatures
+from trl_offpolicy.diagnosis.attribution.traces.features import extract
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_level
+from trl_offpolicy.diagnosis.attribution.traces.signatures import TESTS, read_signatures
+from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE
 
 CAUSES = (
     "none", "temperature", "truncated_sampling", "precision", "other_weights", "dropout", "routing",

@@ -11,20 +11,20 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from trl_offpolicy.diagnosis.attribution import changes
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
-from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.heads import logits_of, sampling_tests
-from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, left_share, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
-from trl_offpolicy.diagnosis.attribution.parts import holding
-from trl_offpolicy.diagnosis.attribution.precision import (
+from trl_offpolicy.diagnosis.attribution.contexts import changes
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout, score_in_layout
+from trl_offpolicy.diagnosis.attribution.contexts.parts import holding
+from trl_offpolicy.diagnosis.attribution.contexts.precision import (
     round_int4,
     round_significant,
     rounded_routers,
     rounded_weights,
     simulated_dtype,
 )
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, left_share, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.trials.heads import logits_of, sampling_tests
 from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
 from trl_offpolicy.engines.rounding import round_integer
 from trl_offpolicy.functional.truncated_sampling import Truncation

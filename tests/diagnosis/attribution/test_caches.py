@@ -13,9 +13,9 @@ import torch
 from tiny_models import tiny_model
 
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
-from trl_offpolicy.diagnosis.attribution.caches import capacity
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, differences, padded
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.trials.caches import capacity
 from trl_offpolicy.diagnosis.fixes import fix_of
 from trl_offpolicy.engines.hf import sample_completions, score_completions
 from trl_offpolicy.engines.kv_cache import KVCache, with_kv_cache

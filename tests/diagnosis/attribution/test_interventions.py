@@ -11,18 +11,18 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from trl_offpolicy.diagnosis.attribution import attention, changes, precision
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench
-from trl_offpolicy.diagnosis.attribution.edits import PromptSearch, search_prompts
+from trl_offpolicy.diagnosis.attribution.contexts import attention, changes, precision
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout, score_in_layout
+from trl_offpolicy.diagnosis.attribution.contexts.parts import best_sets, captured, divisions, holding
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.features import extract
-from trl_offpolicy.diagnosis.attribution.heads import logits_of, processor_tests
 from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
-from trl_offpolicy.diagnosis.attribution.interventions import Intervention, minimise, predicted
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
-from trl_offpolicy.diagnosis.attribution.parts import best_sets, captured, divisions, holding
-from trl_offpolicy.diagnosis.attribution.spellings import respelled
+from trl_offpolicy.diagnosis.attribution.traces.features import extract
+from trl_offpolicy.diagnosis.attribution.trials.edits import PromptSearch, search_prompts
+from trl_offpolicy.diagnosis.attribution.trials.heads import logits_of, processor_tests
+from trl_offpolicy.diagnosis.attribution.trials.interventions import Intervention, minimise, predicted
+from trl_offpolicy.diagnosis.attribution.trials.spellings import respelled
 from trl_offpolicy.engines.hf import Head, score_completions
 
 LENGTH = 12

@@ -21,13 +21,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from trl_offpolicy.diagnosis.attribution.attention import replaceable, shown_attention
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.contexts.attention import replaceable, shown_attention
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout, score_in_layout
 from trl_offpolicy.diagnosis.attribution.distances import rank_correlation
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.hypotheses import STAGES, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
 from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
 from trl_offpolicy.engines.rounding import round_integer
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from trl_offpolicy.diagnosis.attribution import changes, layouts, precision
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.contexts import changes, layouts, precision
+from trl_offpolicy.diagnosis.attribution.contexts.prefixes import cached_tokens, score_after
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.heads import _bias_values, logits_of, sampling_tests
 from trl_offpolicy.diagnosis.attribution.hypotheses import _head_of, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.prefixes import cached_tokens, score_after
-from trl_offpolicy.diagnosis.attribution.search import Search, differing
-from trl_offpolicy.diagnosis.attribution.weight_parts import chosen_versions
+from trl_offpolicy.diagnosis.attribution.trials.heads import _bias_values, logits_of, sampling_tests
+from trl_offpolicy.diagnosis.attribution.trials.search import Search, differing
+from trl_offpolicy.diagnosis.attribution.trials.weight_parts import chosen_versions
 from trl_offpolicy.engines.hf import Head, score_completions
 from trl_offpolicy.functional.truncated_sampling import Truncation
 

@@ -11,8 +11,8 @@ import torch
 from tiny_models import FIRST_WORD, tiny_model
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.contexts.precision import rounded_weights
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
 from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
 from trl_offpolicy.functional.truncated_sampling import Truncation
 

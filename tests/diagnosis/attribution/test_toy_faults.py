@@ -11,7 +11,7 @@ from toy_faults import FAULTS, batch_of
 
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.attribution.shares import left_share
+from trl_offpolicy.diagnosis.attribution.trials.shares import left_share
 
 VIEWS: dict[str, Callable[[TokenEvidence], TokenEvidence]] = {
     "log-probs": lambda e: e.at_level("logps"),

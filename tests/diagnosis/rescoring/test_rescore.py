@@ -12,9 +12,9 @@ import torch
 from tiny_models import EOS, tiny_model, tiny_tokenizer
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.endings import ENDS, other_ends
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench
+from trl_offpolicy.diagnosis.attribution.trials.endings import ENDS, other_ends
 from trl_offpolicy.diagnosis.rescoring.renderings import _escaped, other_renderings
 from trl_offpolicy.diagnosis.rescoring.rescore import Rescored, attribute_rescored, merged, rescore
 from trl_offpolicy.diagnosis.rescoring.weights import Snapshot, holding, other_weights, precisions, weights_at_hand

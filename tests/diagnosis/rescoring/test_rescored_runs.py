@@ -14,7 +14,7 @@ from peft import LoraConfig
 from tiny_models import EOS, score_last_word, tiny_prompts
 
 from trl_offpolicy.cli.commands import main
-from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
+from trl_offpolicy.diagnosis.attribution.contexts.precision import rounded_weights
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.diagnosis.rescoring.weights import holding, weights_at_hand
 from trl_offpolicy.engines.hf import Head, sample_completions
@@ -118,7 +118,7 @@ def test_an_adapter_is_scored_with_its_base(
     make_args: Any, fresh_model: Any, tokenizer: Any, model_folder: Callable[[str], Path]
 ) -> None:
     """The engine's adapter has half its scale; the run's checkpoints hold adapters alone."""
-    from trl_offpolicy.diagnosis.attribution.changes import adapter_scale
+    from trl_offpolicy.diagnosis.attribution.contexts.changes import adapter_scale
 
     sampler = Sampler(lambda model: adapter_scale(model, 0.5))
     trainer = OffPolicyGRPOTrainer(

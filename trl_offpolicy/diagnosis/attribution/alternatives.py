@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
-from trl_offpolicy.diagnosis.attribution.features import Features
-from trl_offpolicy.diagnosis.attribution.shares import left_share
+from trl_offpolicy.diagnosis.attribution.traces.features import Features
+from trl_offpolicy.diagnosis.attribution.trials.shares import left_share
 from trl_offpolicy.diagnosis.causes import CAUSES
 
 LARGEST_ROUNDING: Mapping[str, float] = {

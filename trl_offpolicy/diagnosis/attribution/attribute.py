@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trl_offpolicy.diagnosis.attribution.alternatives import against, alternatives
+from trl_offpolicy.diagnosis.attribution.contexts.parts import ADAPTER_PART, PART, WAY
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
-from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
-from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, PART, WAY
-from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
-from trl_offpolicy.diagnosis.attribution.signatures import (
+from trl_offpolicy.diagnosis.attribution.traces.features import Features, extract
+from trl_offpolicy.diagnosis.attribution.traces.signatures import (
     DIFFUSE,
     MEMBERS,
     OTHER_WEIGHTS,
@@ -26,6 +25,7 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
     Signature,
     read_signatures,
 )
+from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.causes import CAUSES
 
 Basis = Literal["seen", "tested", "declared", "log-probs"]

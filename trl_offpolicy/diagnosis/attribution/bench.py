@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout, score_in_layout, score_packed
+from trl_offpolicy.diagnosis.attribution.contexts.precision import Inside
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout, score_packed
-from trl_offpolicy.diagnosis.attribution.precision import Inside
 from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
 
 

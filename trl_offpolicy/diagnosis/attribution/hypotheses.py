@@ -19,11 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_offpolicy.diagnosis.attribution.attention import replaceable
 from trl_offpolicy.diagnosis.attribution.bench import Bench
-from trl_offpolicy.diagnosis.attribution.bookkeeping import Books, bookkeeping
-from trl_offpolicy.diagnosis.attribution.caches import capacity, evicting
-from trl_offpolicy.diagnosis.attribution.changes import (
+from trl_offpolicy.diagnosis.attribution.contexts.attention import replaceable
+from trl_offpolicy.diagnosis.attribution.contexts.changes import (
     Setting,
     adapter_changes,
     adapter_parts,
@@ -35,22 +33,9 @@ from trl_offpolicy.diagnosis.attribution.changes import (
     position_changes,
     settings,
 )
-from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
-from trl_offpolicy.diagnosis.attribution.edits import PromptSearch, search_prompts
-from trl_offpolicy.diagnosis.attribution.evidence import Array, Bools, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.heads import (
-    Logits,
-    fitted_sampling,
-    logits_of,
-    processor_tests,
-    sampling_tests,
-)
-from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
-from trl_offpolicy.diagnosis.attribution.noise import noise_rms
-from trl_offpolicy.diagnosis.attribution.other_token import other_token_tests
-from trl_offpolicy.diagnosis.attribution.parts import PART
-from trl_offpolicy.diagnosis.attribution.precision import (
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout, layouts, windows
+from trl_offpolicy.diagnosis.attribution.contexts.parts import PART
+from trl_offpolicy.diagnosis.attribution.contexts.precision import (
     SIGNIFICANT_BITS,
     Inside,
     activation_roundings,
@@ -62,8 +47,23 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     weight_roundings,
     widened,
 )
-from trl_offpolicy.diagnosis.attribution.prefixes import blocks, score_after
-from trl_offpolicy.diagnosis.attribution.search import (
+from trl_offpolicy.diagnosis.attribution.contexts.prefixes import blocks, score_after
+from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
+from trl_offpolicy.diagnosis.attribution.evidence import Array, Bools, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.trials.bookkeeping import Books, bookkeeping
+from trl_offpolicy.diagnosis.attribution.trials.caches import capacity, evicting
+from trl_offpolicy.diagnosis.attribution.trials.edits import PromptSearch, search_prompts
+from trl_offpolicy.diagnosis.attribution.trials.heads import (
+    Logits,
+    fitted_sampling,
+    logits_of,
+    processor_tests,
+    sampling_tests,
+)
+from trl_offpolicy.diagnosis.attribution.trials.interventions import Intervention, switch
+from trl_offpolicy.diagnosis.attribution.trials.other_token import other_token_tests
+from trl_offpolicy.diagnosis.attribution.trials.search import (
     EXACT,
     EXPLAINED,
     FIRST_TOKENS_SCORED,
@@ -74,9 +74,9 @@ from trl_offpolicy.diagnosis.attribution.search import (
     differing,
     of_change,
 )
-from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_share
-from trl_offpolicy.diagnosis.attribution.spellings import respelled
-from trl_offpolicy.diagnosis.attribution.weight_parts import search_parts, search_versions
+from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE, at_fault, left_share
+from trl_offpolicy.diagnosis.attribution.trials.spellings import respelled
+from trl_offpolicy.diagnosis.attribution.trials.weight_parts import search_parts, search_versions
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.engines.kv_cache import with_kv_cache
 from trl_offpolicy.functional.truncated_sampling import Truncation

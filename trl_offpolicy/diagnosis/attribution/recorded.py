@@ -13,7 +13,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.by_lag import recorded_shares
 from trl_offpolicy.diagnosis.attribution.distances import rank_correlation
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared, Seen, TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS, Limits
+from trl_offpolicy.diagnosis.attribution.traces.signatures import DIFFUSE, OTHER_WEIGHTS, Limits
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.run_folder.layout import (
     COMPLETION_IDS,

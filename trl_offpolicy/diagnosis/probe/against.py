@@ -18,7 +18,7 @@ import numpy as np
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.distances import token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.noise import noise_level
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_level
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.asked import shown
 from trl_offpolicy.diagnosis.probe.proof import config_rows

@@ -19,9 +19,9 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, break_down
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.noise import noise_level
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
-from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_level
+from trl_offpolicy.diagnosis.attribution.trials.spellings import spellings_of
 from trl_offpolicy.diagnosis.probe.against import Against, compare_answers, with_tested_cause
 from trl_offpolicy.diagnosis.probe.asked import Proof
 from trl_offpolicy.diagnosis.probe.exactness import Exactness, asked_exact, judge_exactness

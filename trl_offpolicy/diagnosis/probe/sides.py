@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_offpolicy.diagnosis.attribution.bench import pad_ids_of, stop_ids_of
-from trl_offpolicy.diagnosis.attribution.endings import other_ends
+from trl_offpolicy.diagnosis.attribution.contexts.precision import rounded_weights
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared
-from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
+from trl_offpolicy.diagnosis.attribution.trials.endings import other_ends
 from trl_offpolicy.diagnosis.probe.against import Answer, scored_rows
 from trl_offpolicy.diagnosis.probe.asked import Asked, Proof, row
 from trl_offpolicy.diagnosis.probe.proof import Asking, compare_facts

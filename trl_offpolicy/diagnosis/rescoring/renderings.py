@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trl_offpolicy.diagnosis.attribution.endings import other_ends
+from trl_offpolicy.diagnosis.attribution.trials.endings import other_ends
 from trl_offpolicy.engines.hf import Ids
 
 _SYSTEM, _USER = "@@system@@", "@@user@@"

@@ -30,7 +30,7 @@ from trl_offpolicy.diagnosis.attribution.recorded import (
     course_of,
     evidence_of_rows,
 )  # fmt: skip
-from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
+from trl_offpolicy.diagnosis.attribution.trials.spellings import spellings_of
 from trl_offpolicy.diagnosis.rescoring import weights
 from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
 from trl_offpolicy.engines.hf import Head

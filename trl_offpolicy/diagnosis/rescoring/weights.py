@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.diagnosis.attribution.changes import adapter_changes
-from trl_offpolicy.diagnosis.attribution.precision import Inside
+from trl_offpolicy.diagnosis.attribution.contexts.changes import adapter_changes
+from trl_offpolicy.diagnosis.attribution.contexts.precision import Inside
 from trl_offpolicy.diagnosis.rescoring import lightning
 from trl_offpolicy.rollouts.ahead.local_weights import loaded
 

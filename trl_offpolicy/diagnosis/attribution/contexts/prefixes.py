@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from trl_offpolicy.diagnosis.attribution.contexts.precision import Inside
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.precision import Inside
-from trl_offpolicy.diagnosis.attribution.search import Search
+from trl_offpolicy.diagnosis.attribution.trials.search import Search
 from trl_offpolicy.engines.hf import Head
 
 BLOCKS = (1, 8, 16, 32, 64, 128)

@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.contexts.parts import (
+    PART,
+    WAY,
+    Division,
+    best_sets,
+    captured,
+    divisions,
+    holding,
+)
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats
-from trl_offpolicy.diagnosis.attribution.interventions import Intervention
-from trl_offpolicy.diagnosis.attribution.parts import PART, WAY, Division, best_sets, captured, divisions, holding
-from trl_offpolicy.diagnosis.attribution.search import PROMISING, Change, Search, of_change
-from trl_offpolicy.diagnosis.attribution.shares import left_in_part
+from trl_offpolicy.diagnosis.attribution.trials.interventions import Intervention
+from trl_offpolicy.diagnosis.attribution.trials.search import PROMISING, Change, Search, of_change
+from trl_offpolicy.diagnosis.attribution.trials.shares import left_in_part
 
 MOST_CONTEXTS, WAYS = 8, 2
 """Weights at hand of which parts are tested, and of which points on the way are."""

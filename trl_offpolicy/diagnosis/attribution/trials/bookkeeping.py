@@ -10,10 +10,10 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread
 from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import REWRITTEN, UNITS, disagreeing_rows, fitting_rows
-from trl_offpolicy.diagnosis.attribution.interventions import Intervention, switch
-from trl_offpolicy.diagnosis.attribution.noise import noise_rms
-from trl_offpolicy.diagnosis.attribution.written import decimals
+from trl_offpolicy.diagnosis.attribution.traces.features import REWRITTEN, UNITS, disagreeing_rows, fitting_rows
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.traces.written import decimals
+from trl_offpolicy.diagnosis.attribution.trials.interventions import Intervention, switch
 from trl_offpolicy.engines.hf import TokenScores
 
 MOST_MOVED = 3

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl_offpolicy.diagnosis.attribution.contexts.precision import Inside, data_restored
 from trl_offpolicy.diagnosis.attribution.distances import distance
 from trl_offpolicy.diagnosis.attribution.evidence import Array
-from trl_offpolicy.diagnosis.attribution.precision import Inside, data_restored
 
 MOST_NUMBERS = 2_000_000_000
 """Parameters of a model from which no copies of them are made."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.interventions import minimise, round_numbers
+from trl_offpolicy.diagnosis.attribution.trials.interventions import minimise, round_numbers
 from trl_offpolicy.engines.hf import Head, Ids, completion_logits
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 

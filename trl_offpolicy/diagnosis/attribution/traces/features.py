@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.attribution.noise import noise_level, noise_rms, self_median, self_ratio, trusted_floor
-from trl_offpolicy.diagnosis.attribution.surprise import LEAST_TOKENS, in_bits, surprise_of
-from trl_offpolicy.diagnosis.attribution.written import written
-from trl_offpolicy.diagnosis.attribution.zeros import zeros
+from trl_offpolicy.diagnosis.attribution.traces.noise import (
+    noise_level,
+    noise_rms,
+    self_median,
+    self_ratio,
+    trusted_floor,
+)
+from trl_offpolicy.diagnosis.attribution.traces.surprise import LEAST_TOKENS, in_bits, surprise_of
+from trl_offpolicy.diagnosis.attribution.traces.written import written
+from trl_offpolicy.diagnosis.attribution.traces.zeros import zeros
 
 Array = NDArray[Any]
 TOP_SHARE = 0.02

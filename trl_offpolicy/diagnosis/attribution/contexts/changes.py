@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.diagnosis.attribution.attention import (
+from trl_offpolicy.diagnosis.attribution.contexts.attention import (
     attention_cap,
     can_interleave,
     interleaved_rope,
@@ -25,8 +25,8 @@ from trl_offpolicy.diagnosis.attribution.attention import (
     shown_attention,
     tf32_attention,
 )
-from trl_offpolicy.diagnosis.attribution.parts import ADAPTER_PART, holding, type_of
-from trl_offpolicy.diagnosis.attribution.precision import (
+from trl_offpolicy.diagnosis.attribution.contexts.parts import ADAPTER_PART, holding, type_of
+from trl_offpolicy.diagnosis.attribution.contexts.precision import (
     SIGNIFICANT_BITS,
     Inside,
     changed_inputs,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.features import LEAST_MARKED, Features
-from trl_offpolicy.diagnosis.attribution.zeros import LEAST_JUDGED
+from trl_offpolicy.diagnosis.attribution.traces.features import LEAST_MARKED, Features
+from trl_offpolicy.diagnosis.attribution.traces.zeros import LEAST_JUDGED
 
 OTHER_WEIGHTS = "other_weights"
 """Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.heads import Logits
-from trl_offpolicy.diagnosis.attribution.search import FAR
+from trl_offpolicy.diagnosis.attribution.trials.heads import Logits
+from trl_offpolicy.diagnosis.attribution.trials.search import FAR
 
 BY_CHANCE = 1e-3
 """Tokens of the vocabulary that would fit all places by chance, at most: any two places have one that does."""

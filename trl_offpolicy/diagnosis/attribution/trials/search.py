@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.contexts.layouts import Layout
+from trl_offpolicy.diagnosis.attribution.contexts.precision import Inside
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance
 from trl_offpolicy.diagnosis.attribution.evidence import Bools, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.interventions import (
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.trials.interventions import (
     SMALL_TURN,
     Intervention,
     minimise,
@@ -26,10 +29,7 @@ from trl_offpolicy.diagnosis.attribution.interventions import (
     round_numbers,
     switch,
 )
-from trl_offpolicy.diagnosis.attribution.layouts import Layout
-from trl_offpolicy.diagnosis.attribution.noise import noise_rms
-from trl_offpolicy.diagnosis.attribution.precision import Inside
-from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_share
+from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE, at_fault, left_share
 from trl_offpolicy.engines.hf import Ids
 
 FOUND = 1e-4

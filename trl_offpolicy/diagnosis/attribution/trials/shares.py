@@ -8,7 +8,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, rank_correlation, spread
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.noise import noise_rms
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_rms
 
 Side = Literal["engine", "trainer"]
 REFERENCE = "reference"

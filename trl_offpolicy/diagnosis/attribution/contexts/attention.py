@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, round_significant
+from trl_offpolicy.diagnosis.attribution.contexts.precision import SIGNIFICANT_BITS, round_significant
 
 SHOWN = ("sdpa", "eager")
 """Implementations that give the same numbers as this one."""

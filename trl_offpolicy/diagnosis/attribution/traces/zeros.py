@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.distances import token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.attribution.surprise import surprise_of
+from trl_offpolicy.diagnosis.attribution.traces.surprise import surprise_of
 
 Array = NDArray[Any]
 
