@@ -1,4 +1,4 @@
-"""Numbers that tell causes apart, from log-probs alone. All are pure functions of :class:`.evidence.TokenEvidence`.
+"""Numbers that tell causes apart, from log-probs alone. All are pure functions of :class:`TokenEvidence`.
 
 Notation, in nats: a = log mu of the engine, b = log pi_old of the trainer, d = b - a of a token, H = the entropy of the
 trainer's distribution. Further p = e^b and z = d / (1 - p): noise of equal size on every logit moves the log-prob of a

@@ -105,7 +105,7 @@ def logits_of(model: Any, prompt_ids: Ids, completion_ids: Ids, rows: Sequence[i
 
 
 def _gap(logps: Any, target: Floats) -> float:
-    """:func:`.distances.distance` between log-probs; a token of probability 0 counts as a difference of 20 nats."""
+    """:func:`distance` between log-probs; a token of probability 0 counts as a difference of 20 nats."""
     return distance(np.clip(np.asarray(logps, np.float64) - target, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

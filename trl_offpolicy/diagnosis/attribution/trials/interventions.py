@@ -1,6 +1,6 @@
 """One shape for every test of a cause: something is changed by a number, and the tokens are scored again.
 
-A test is an :class:`Intervention`; a table of them is searched by :mod:`.hypotheses`. A new test is one entry of a
+A test is an :class:`Intervention`; a table of them is searched by ``hypotheses.py``. A new test is one entry of a
 table. What is searched is always the same: a few values, then the best of them is refined.
 """
 

@@ -1,7 +1,7 @@
 """The search for a cause by tests: what was scored under which hypothesis, and how much of the mismatch each leaves.
 
 :class:`Search` holds the results for one batch, and :class:`Change` is a way to score it again. :func:`differing` finds
-the part of a batch that is at fault. The tables of hypotheses are in :mod:`.hypotheses`.
+the part of a batch that is at fault. The tables of hypotheses are in ``hypotheses.py``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
 def left_share(evidence: TokenEvidence, name: str) -> float:
     """Share of the mismatch that is left under a tested hypothesis, over the tokens that it was tested on.
 
-    The mismatch is :func:`.distances.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the
+    The mismatch is :func:`distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the
     engine is compared with the engine's log-probs, one on the trainer with the trainer's. The share must hold without
     the tokens of the largest differences as well, so that what fits one token does not explain the batch.
 

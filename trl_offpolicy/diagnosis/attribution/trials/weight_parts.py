@@ -1,4 +1,4 @@
-"""Tests of other weights in a part of the model, or for a part of the way: the search over :mod:`.parts`."""
+"""Tests of other weights in a part of the model, or for a part of the way: the search over ``contexts/parts.py``."""
 
 from __future__ import annotations
 
