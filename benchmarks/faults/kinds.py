@@ -12,6 +12,7 @@ import fifth_kinds as fifth
 import fourth_kinds as fourth
 import other_kinds as other
 import second_kinds as second
+import sixth_kinds as sixth
 import third_kinds as third
 from kind import Kind
 from wall import SEEN_CLEAN
@@ -67,10 +68,20 @@ FAMILIES = (
     fifth.routing,
     fifth.mixtures,
     fifth.over_time,
+    sixth.prompts,
+    sixth.sampling,
+    sixth.architecture,
+    sixth.precision,
+    sixth.bookkeeping,
+    sixth.weights,
+    sixth.trainer,
+    sixth.routing,
+    sixth.mixtures,
+    sixth.over_time,
 )
 KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
 CLEANS: dict[str, Kind] = {
-    kind.name: kind for kind in (*other.clean(), *second.clean(), *third.clean(), *fourth.clean(), *fifth.clean())
+    kind.name: kind for round_ in (other, second, third, fourth, fifth, sixth) for kind in round_.clean()
 }
 
 
