@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import fourth_engine as h
@@ -156,6 +157,19 @@ def seen_and_inside(fault: str, seen: Callable[[World], Rows], inside: Context, 
 
     def inject(world: World) -> Made:
         return Made(fault, world.sample(seen=seen(world), inside=partial(inside, world)), engine=dict(declared))
+
+    return inject
+
+
+def seen_on_both(
+    fault: str, meant: Callable[[World], Rows], seen: Callable[[World], Rows], inside: Context, **said: object
+) -> Inject:
+    """Both sides compute in a context and say so, and the engine gets other prompts than were meant."""
+
+    def inject(world: World) -> Made:
+        context = partial(inside, world)
+        batch = replace(world.sample(seen=seen(world), inside=context), prompt_ids=meant(world))
+        return Made(fault, batch, world.score(batch, inside=context), dict(said), dict(said))
 
     return inject
 

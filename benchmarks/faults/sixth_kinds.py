@@ -42,7 +42,13 @@ def prompts() -> list[Kind]:
         ),
         kind(
             "roles_of_the_data_set",
-            s.mistaken("the role human in the engine", asked, g.conversations(j.asked_by_a_human)),
+            j.seen_on_both(
+                "the role human in the engine, int8 on both sides",
+                asked,
+                g.conversations(j.asked_by_a_human),
+                e.of_model(contexts.weights_rounded, contexts.int8),
+                quantization="int8",
+            ),
         ),
         kind(
             "tool_list_sorted_and_escaped",
@@ -52,10 +58,7 @@ def prompts() -> list[Kind]:
                 g.conversations(partial(j.asked_with_tool, tool=j.SORTED_TOOL)),
             ),
         ),
-        kind(
-            "no_system_prompt_in_two_groups",
-            e.gets("no system prompt in groups 1 and 4", j.system_missing_in((1, 4))),
-        ),
+        kind("no_system_prompt_in_two_groups", k.tempered_and_seen(0.9, j.system_missing_in((1, 4)))),
         kind(
             "stop_string_lost_in_the_history",
             s.mistaken(
@@ -146,7 +149,7 @@ def architecture() -> list[Kind]:
         kind(
             "limit_of_the_gates_ignored",
             t.scores_in("the engine has no limit of 1 in its gates", m(u.gate_limited, 1.0)),
-            models=DENSE,
+            models=("qwen",),
         ),
     ]
 
@@ -234,6 +237,7 @@ def weights() -> list[Kind]:
             e.stale_where("embedding, head and norms never sent", u.saved_apart, back=5),
             *OLDER,
             *adapter,
+            models=SMALL,  # in the large one the tied embedding is all of it, which is an older kind
         ),
         kind(
             "adapter_of_another_policy_in_two_groups",
@@ -256,9 +260,15 @@ def weights() -> list[Kind]:
         kind(
             "fused_projection_of_another_layout",
             other,
-            e.computes("the last layer's q, k and v read in another order", u.fused_qkv_read_in_order),
+            k.on_both(
+                "the last layer's q, k and v read in another order, bf16 on both sides",
+                e.stack(e.cast("bfloat16"), u.fused_qkv_read_in_order),
+                e.cast("bfloat16"),
+                {"dtype": "bfloat16"},
+            ),
             *stale,
             "model_config",
+            models=DENSE,
         ),
         kind(
             "first_rows_during_a_sync",
@@ -324,7 +334,7 @@ def routing() -> list[Kind]:
         kind(
             "replay_of_the_next_request",
             ("routing",),
-            t.scores_by("experts of the next request replayed", q.replayed_of_the_next_request),
+            q.replayed_of_the_next_request,
             "misalignment",
         ),
         kind(

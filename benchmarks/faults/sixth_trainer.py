@@ -17,7 +17,7 @@ from third_engine import own_length
 from third_trainer import Recorded, logits_of
 from time_faults import version_at
 from trainer_faults import Floats
-from worlds import COMPLETIONS, Batch, Made, Rows, World, padded_pass, scores_of_logits
+from worlds import COMPLETIONS, RESCORED, Batch, Made, Rows, World, padded_pass, scores_of_logits
 
 from trl_offpolicy.diagnosis.attribution.evidence import padded
 from trl_offpolicy.engines.hf import Head, TokenScores
@@ -86,9 +86,17 @@ def cut_on_the_left(world: World) -> Made:
     return Made(f"texts beyond {limit} tokens cut on the left", batch, world.score(batch, seen=seen))
 
 
-def replayed_of_the_next_request(model: Any, prompts: Rows, ids: Rows, head: Head) -> TokenScores:
-    with routed(model, u.of_the_next_request(len(ids))):
-        return padded_pass(attended=False, positions="text")(model, prompts, ids, head)
+def replayed_of_the_next_request(world: World) -> Made:
+    """Every text is scored with the experts that were recorded for the next one, in both scorings alike."""
+
+    def scorer(model: Any, prompts: Rows, ids: Rows, head: Head) -> TokenScores:
+        with routed(model, u.of_the_next_request(len(ids))):
+            return padded_pass(attended=False, positions="text")(model, prompts, ids, head)
+
+    batch, _ = world.clean
+    scored = world.score(batch, scorer=scorer)
+    scored["rescored_per_token_logps"][:RESCORED] = scored["old_per_token_logps"][:RESCORED]  # the same records again
+    return Made("experts of the next request replayed", batch, scored)
 
 
 def with_a_cache(model: Any, prompts: Rows, ids: Rows, head: Head) -> TokenScores:
