@@ -8,6 +8,7 @@ of ``trl_offpolicy.diagnosis.causes`` stands for a fault, "unknown" is right.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import contexts
 import engine_faults as e
@@ -300,7 +301,7 @@ def trainer() -> list[Kind]:
     def kind(name: str, right: tuple[str, ...], inject: Inject, *sane: str) -> Kind:
         return Kind(name, "trainer", right, inject, sane)
 
-    def dropped(world: World) -> object:
+    def dropped(world: World) -> Any:
         return contexts.hooked([world.model.model.norm], lambda values: nn.functional.dropout(values, 0.1))
 
     return [
@@ -365,7 +366,7 @@ def mixtures() -> list[Kind]:
 
     fp8 = e.of_model(contexts.weights_rounded, contexts.fp8)
 
-    def unsent(world: World) -> object:
+    def unsent(world: World) -> Any:
         return world.weights.holding(lambda name: (0 if u.saved_apart(world, name) else e.version_of(world, 0), 1.0))
 
     return [
@@ -480,7 +481,7 @@ def clean() -> list[Kind]:
     def kind(name: str, inject: Inject, models: tuple[str, ...] = ALL) -> Kind:
         return Kind(name, CLEAN, ("none",), inject, (), models)
 
-    def capped(world: World) -> object:
+    def capped(world: World) -> Any:
         return contexts.logits_changed(world.model, lambda logits: contexts.softcapped(logits, 20.0))
 
     begun = j.opened_thoughts
