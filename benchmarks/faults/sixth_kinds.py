@@ -223,53 +223,26 @@ def bookkeeping() -> list[Kind]:
 
 
 def weights() -> list[Kind]:
-    adapter, other, stale = ("wrong_adapter",), ("other_weights",), ("stale_weights",)
+    return [*_weights_that_did_not_arrive(), *_weights_of_others()]
 
-    def kind(name: str, right: tuple[str, ...], inject: Inject, *sane: str, models: tuple[str, ...] = ALL) -> Kind:
-        return Kind(name, "weights", right, inject, sane, models)
 
+def _of_weights(name: str, right: str, inject: Inject, *sane: str, models: tuple[str, ...] = ALL) -> Kind:
+    return Kind(name, "weights", (right,), inject, sane, models)
+
+
+def _weights_that_did_not_arrive() -> list[Kind]:
     def last_layer(world: World, name: str) -> bool:
         return e.layer_of(name) == len(world.model.model.layers) - 1
 
+    kind, stale = _of_weights, "stale_weights"
     return [
         kind(
             "modules_saved_apart_not_sent",
             stale,
             e.stale_where("embedding, head and norms never sent", u.saved_apart, back=5),
             *OLDER,
-            *adapter,
+            "wrong_adapter",
             models=SMALL,  # in the large one the tied embedding is all of it, which is an older kind
-        ),
-        kind(
-            "adapter_of_another_policy_in_two_groups",
-            adapter,
-            h.of_servers(
-                "another adapter in groups 2 and 3",
-                [None, lambda world: world.weights.at("other")],
-                lambda row: int(8 <= row < 16),
-            ),
-            *other,
-        ),
-        kind(
-            "adapter_left_merged_in_the_trainer",
-            adapter,
-            t.scores_in(
-                "the trainer's adapter counts twice", lambda world: world.weights.at(e.version_of(world, 0), 2.0)
-            ),
-            *other,
-        ),
-        kind(
-            "fused_projection_of_another_layout",
-            other,
-            k.on_both(
-                "the last layer's q, k and v read in another order, bf16 on both sides",
-                e.stack(e.cast("bfloat16"), u.fused_qkv_read_in_order),
-                e.cast("bfloat16"),
-                {"dtype": "bfloat16"},
-            ),
-            *stale,
-            "model_config",
-            models=DENSE,
         ),
         kind(
             "first_rows_during_a_sync",
@@ -287,11 +260,48 @@ def weights() -> list[Kind]:
             e.stale_where("the last layer of lag 1", last_layer, back=1),
             *OLDER,
         ),
+    ]
+
+
+def _weights_of_others() -> list[Kind]:
+    kind, adapter, other, stale = _of_weights, "wrong_adapter", "other_weights", "stale_weights"
+    return [
+        kind(
+            "adapter_of_another_policy_in_two_groups",
+            adapter,
+            h.of_servers(
+                "another adapter in groups 2 and 3",
+                [None, lambda world: world.weights.at("other")],
+                lambda row: int(8 <= row < 16),
+            ),
+            other,
+        ),
+        kind(
+            "adapter_left_merged_in_the_trainer",
+            adapter,
+            t.scores_in(
+                "the trainer's adapter counts twice", lambda world: world.weights.at(e.version_of(world, 0), 2.0)
+            ),
+            other,
+        ),
+        kind(
+            "fused_projection_of_another_layout",
+            other,
+            k.on_both(
+                "the last layer's q, k and v read in another order, bf16 on both sides",
+                e.stack(e.cast("bfloat16"), u.fused_qkv_read_in_order),
+                e.cast("bfloat16"),
+                {"dtype": "bfloat16"},
+            ),
+            stale,
+            "model_config",
+            models=DENSE,
+        ),
         kind(
             "rows_of_new_tokens_lost_in_the_head",
             other,
             e.computes("the head's rows of the end and the beginning reset", u.head_rows_lost),
-            *stale,
+            stale,
             "logit_processors",
         ),
     ]
