@@ -90,7 +90,7 @@ def coarse_of(cause: str) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A cause with what speaks for it."""
+    """A cause with what speaks for it; ``clear`` = hardly another one leaves that."""
 
     cause: str
     confidence: float
@@ -99,6 +99,7 @@ class _Answer:
     detail: str = ""
     explained: float = math.nan
     parts: tuple[tuple[str, float], ...] = ()
+    clear: bool = False
 
 
 def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribution:
@@ -153,7 +154,8 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         side = at_fault(evidence, evidence.tested[REFERENCE])
         reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
     reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
-    alike = alternatives(evidence, chosen.cause) if chosen.basis in ("log-probs", "declared") else None
+    diffuse = chosen.basis in ("log-probs", "declared") and not chosen.clear
+    alike = alternatives(evidence, chosen.cause) if diffuse else None
     return Attribution(
         cause=chosen.cause,
         coarse=coarse_of(chosen.cause),
@@ -453,7 +455,7 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
             confidence *= DECLARED_EQUAL
         sharpness = trace.cause == "temperature" and features.forced < Limits.forced  # and not greedy requests
         detail = _temperature(features) if sharpness else ""
-        answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail)
+        answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail, clear=trace.clear)
         answers.append(answer if trace.clear else _held_against(evidence, features, answer))
     # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.
     clear = next((n for n, s in enumerate(passed) if s.clear or s.cause not in DIFFUSE), None)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.distances import MAX_LOG_RATIO, distance, spread, token_k3
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.attribution.traces.drawn_before import penalised
 from trl_offpolicy.diagnosis.attribution.traces.noise import (
     noise_level,
     noise_rms,
@@ -119,6 +120,7 @@ class Features:
         has_experts: a side declares a mixture of experts, whose flips are in few tokens.
         trusted_floor: the largest noise floor that arithmetic in the declared precision explains, nats per token.
         both_low: both sides declare the same 16-bit arithmetic.
+        penalised: 1 = d is positive at every token that its row holds already, and negative at every new one.
     """
 
     tokens: int
@@ -176,6 +178,7 @@ class Features:
     grain: float = 0.0
     top_z: float = float("nan")
     missing_tail: float = float("nan")
+    penalised: float = float("nan")
 
     @property
     def in_few(self) -> bool:
@@ -223,6 +226,7 @@ def extract(evidence: TokenEvidence) -> Features:
         early=_early(z, EARLY_TOKENS),
         first=_early(z, 1),
         by_token=_by_token(z, evidence),
+        penalised=penalised(evidence, d),
         swapped=_swapped(a, b, rows),
         elsewhere=_elsewhere(a, b, d, noise),
         above_entropy=_never_rare(a, entropies),

@@ -52,6 +52,7 @@ class Limits:
         top_tokens: share of the top tokens above which they make the mismatch.
         early: first tokens / all tokens, above which the prompt differs.
         by_token: correlation of equal tokens above which the weights differ.
+        penalised: lean of tokens that were drawn before against new ones, above which they are penalised.
         spikes: kurtosis of z up to which it is rounding.
         lean: |mean| / root mean square of d up to which it is: rounding has no direction.
         exact: share of the distance left below which another place, row or unit fits exactly.
@@ -92,6 +93,7 @@ class Limits:
     top_tokens: float = 0.68
     early: float = 4.0
     by_token: float = 0.18
+    penalised: float = 0.8
     spikes: float = 10.0
     lean: float = 0.15
     exact: float = 0.05
@@ -110,7 +112,7 @@ class Signature:
         cause: the cause that it supports.
         score: 0 to 1; 0.5 is at the limit.
         reason: what was seen, with the numbers.
-        clear: hardly another cause leaves this, although ``cause`` is one of :data:`DIFFUSE`.
+        clear: hardly another cause leaves this, whatever else ``cause`` looks like.
     """
 
     cause: str
@@ -286,6 +288,17 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
     )
 
 
+def _penalised(f: Features, limits: Limits) -> Signature:
+    """A row's own tokens are less likely in the engine, all others likelier. A flatter policy repeats less, too."""
+    flatter = f.temperature_fit > limits.surprise_fit
+    text = (
+        "tokens that their row holds already are less likely in the engine, and new ones likelier "
+        f"({f.penalised:.0%} of the way to all of them): a penalty on what was drawn"
+    )
+    score = 0.0 if flatter else above(f.penalised, limits.penalised)
+    return Signature("logit_processors", score, text, clear=True)
+
+
 def _may_be_kept_mass(f: Features, limits: Limits) -> bool:
     """Whether d may be the log of a kept mass, which is nearly constant where no token is likely.
 
@@ -351,7 +364,7 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _repeated, _lost, _unreported, _dropout, _zeros, _written, _arithmetic, _top_token, _truncated,
+    _none, _repeated, _lost, _unreported, _dropout, _zeros, _written, _arithmetic, _penalised, _top_token, _truncated,
     _shifted, _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""

@@ -15,6 +15,8 @@ LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
 IN_BITS = 0.015
 """Distance of a ratio of means from log(2), or from its inverse, up to which it is that."""
+LOG_VOCABULARY = 12.5
+"""log of the number of tokens that may share the rest of the probability: more than the largest vocabularies have."""
 
 
 def surprise_of(evidence: TokenEvidence, b: Array, *, least: int = LEAST_TOKENS) -> tuple[float, float]:
@@ -36,15 +38,19 @@ def surprise_of(evidence: TokenEvidence, b: Array, *, least: int = LEAST_TOKENS)
 
 
 def _impossible_entropies(entropies: Array, b: Array) -> bool:
-    """Whether they are lower than a distribution allows that gives a token the probability e^b.
+    """Whether no distribution that gives the tokens the probabilities e^b has these entropies.
 
-    The least entropy is that of two tokens, p and 1 - p.
+    The least entropy is that of two tokens, p and 1 - p. The largest spreads 1 - p over a whole vocabulary: a token of
+    0.99 leaves at most 0.18 nats. Entropies at another temperature than the log-probs, or of other rows, break one.
     """
-    p = np.exp(np.minimum(b, 0.0))
-    rest = np.clip(1 - p, 1e-12, 1.0)
-    least = -p * np.minimum(b, 0.0) - rest * np.log(rest)
+    log_p = np.minimum(b, 0.0)
+    rest = np.clip(-np.expm1(log_p), 1e-12, 1.0)
+    least = -np.exp(log_p) * log_p - rest * np.log(rest)
+    most = least + rest * LOG_VOCABULARY
     known = np.isfinite(least) & np.isfinite(entropies)
-    return bool(known.any()) and float(np.mean(entropies[known] < 0.98 * least[known] - 1e-3)) > 0.01
+    found, low, high = entropies[known], least[known], most[known]
+    outside = (found < 0.98 * low - 1e-3) | (found > 1.02 * high + 1e-3)
+    return bool(known.any()) and float(np.mean(outside)) > 0.01
 
 
 def in_bits(b: Array, entropies: Array) -> bool:
