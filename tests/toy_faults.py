@@ -222,7 +222,10 @@ FAULTS: dict[str, Fault] = {
     "trainer at 1.3": Fault(TEMPERATURE, trainer=drawn(lambda z: log_softmax(z / 1.3)), named=True),
     "temperature by entropy": Fault(TEMPERATURE, drawn(by_entropy)),
     "hot first tokens": Fault(TEMPERATURE, lambda _r: lambda z, _row, t: log_softmax(z / (1.5 if t < 8 else 1.0))),
-    "half of the rows at 0.8": Fault(TEMPERATURE, lambda _r: lambda z, row, _t: log_softmax(z / (0.8 + row % 2 / 5))),
+    "half of the rows at 0.8": Fault(
+        TEMPERATURE, lambda _r: lambda z, row, _t: log_softmax(z / (0.8 + row % 2 / 5)), named=True),
+    "half of the rows under top-p": Fault(CUT, lambda _r: lambda z, row, _t: log_softmax(
+        np.where(nucleus(0.8)(z) | (row % 2 > 0), z, -np.inf)), named=True),
     "top-k 2": Fault(CUT, cut(lambda z: z >= np.sort(z)[-2])),
     "top-k 3": Fault(CUT, cut(lambda z: z >= np.sort(z)[-3])),
     "top-p 0.7": Fault(CUT, cut(nucleus(0.7)), named=True),

@@ -16,7 +16,8 @@ from trl_offpolicy.diagnosis.attribution.alternatives import against, alternativ
 from trl_offpolicy.diagnosis.attribution.contexts.parts import ADAPTER_PART, PART, WAY
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
-from trl_offpolicy.diagnosis.attribution.traces.features import Features, extract
+from trl_offpolicy.diagnosis.attribution.traces.features import Features, disagreeing_rows, extract
+from trl_offpolicy.diagnosis.attribution.traces.noise import noise_rms
 from trl_offpolicy.diagnosis.attribution.traces.signatures import (
     DIFFUSE,
     MEMBERS,
@@ -115,6 +116,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
         *_seen(evidence, features),
         *_tested(evidence, features),
         *_by_trace(evidence, features, signatures),
+        *_in_some_rows(evidence, features, limits),
     ]
     answers.sort(key=lambda one: (-one.confidence, -one.explained if math.isfinite(one.explained) else 0.0))
     # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
@@ -236,6 +238,9 @@ CLEAR = 0.8
 UNSEEN, UNSUPPORTED = (OTHER_WEIGHTS, "prompt_difference"), 0.75
 """Causes that mostly leave a trace, and the factor where the tokens show none: a lag or a name of an adapter that
 differs is there in many healthy runs."""
+SOME_ROWS, OF_A_REQUEST = 0.2, ("temperature", "truncated_sampling", "logit_processors")
+"""Share of rows that agree at every token, from which on the others are looked at alone; and the causes that are
+settings of a request, which some requests may have and others not."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -465,6 +470,25 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
         return answers[:1]
     declared = _declared(evidence.engine, evidence.trainer, signatures, passed)
     return answers[:1] + [_held_against(evidence, features, one) for one in declared]
+
+
+def _in_some_rows(evidence: TokenEvidence, features: Features, limits: Limits | None) -> list[_Answer]:
+    """The trace of a request's settings in the rows that disagree, where others agree at every token."""
+    if not features.exact_rows > SOME_ROWS:
+        return []
+    far = disagreeing_rows(evidence.log_ratio, noise_rms(evidence))
+    there = evidence.completion_mask.astype(bool) & far[:, None]
+    part = replace(evidence, completion_mask=there)
+    found = extract(part)
+    passed = [s for s in read_signatures(found, limits) if s.score >= 0.5 and s.cause not in NO_MISMATCH]
+    if not passed or passed[0].cause not in OF_A_REQUEST or _denied(evidence, passed[0].cause):
+        return []
+    trace, share = passed[0], far.sum() / max(1, evidence.observed.any(1).sum())
+    detail = f"in {share:.0%} of the rows"
+    answer = _Answer(
+        trace.cause, _of_trace(trace), f"{detail}, and not in the others: {trace.reason}", "log-probs", detail
+    )
+    return [answer if trace.clear else _held_against(part, found, answer)]
 
 
 def _denied(evidence: TokenEvidence, cause: str) -> bool:
