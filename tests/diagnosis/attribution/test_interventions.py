@@ -300,8 +300,14 @@ def test_an_attention_window_is_measured(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(gap=True), Layout(reset=True), Layout(between=True, counted=True)],
-    ids=["gap", "reset", "between"],
+    [
+        Layout(gap=True),
+        Layout(reset=True),
+        Layout(between=True, counted=True),
+        Layout(moved=1),
+        Layout(moved=-1),
+    ],
+    ids=["gap", "reset", "between", "too high", "too low"],
 )
 def test_positions_that_do_not_go_on_are_padding(model: Any, layout: Layout) -> None:
     trainer = score_in_layout(model, PROMPTS, IDS, layout, prompt_width=max(map(len, PROMPTS)))

@@ -474,9 +474,9 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
 
 def _in_some_rows(evidence: TokenEvidence, features: Features, limits: Limits | None) -> list[_Answer]:
     """The trace of a request's settings in the rows that disagree, where others agree at every token."""
-    if not features.exact_rows > SOME_ROWS:
-        return []
     far = disagreeing_rows(evidence.log_ratio, noise_rms(evidence))
+    if not (features.exact_rows > SOME_ROWS and far.any()):
+        return []
     there = evidence.completion_mask.astype(bool) & far[:, None]
     part = replace(evidence, completion_mask=there)
     found = extract(part)

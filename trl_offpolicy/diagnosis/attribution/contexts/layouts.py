@@ -28,6 +28,7 @@ class Layout:
         both_ways: tokens of the prompt see later ones of the prompt, too.
         between: the padding is between prompt and completion, as after prompts that are padded on the right.
         chunk: a token sees those of its chunk of this many tokens (chunked attention); None = all before it.
+        moved: the completion's positions are that many too high.
     """
 
     attended: bool = False
@@ -39,6 +40,7 @@ class Layout:
     both_ways: bool = False
     between: bool = False
     chunk: int | None = None
+    moved: int = 0
 
 
 @torch.no_grad()
@@ -124,6 +126,7 @@ def _positions(prompt: int, completion: int, padding: int, layout: Layout) -> Te
         positions[padding + prompt :] -= padding
     if layout.reset:
         positions[padding + prompt :] = torch.arange(completion)
+    positions[padding + prompt :] += layout.moved
     return positions
 
 
@@ -171,6 +174,8 @@ def layouts(prompt_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]) -> 
                 Layout(attended=True, counted=True, pad=pad), widest
             )  # fmt: skip
     found["padding:positions that begin again at the completion"] = (Layout(reset=True), widest)
+    for moved, where in ((1, "too high"), (-1, "too low")):
+        found[f"padding:positions one {where} from the completion on"] = (Layout(moved=moved), widest)
     found["model_config:prompt attended both ways (no causal mask)"] = (Layout(both_ways=True), widest)
     return found
 

@@ -548,11 +548,11 @@ def _by_token(z: Array, evidence: TokenEvidence) -> float:
     Pairs within a group do not count: their contexts are alike, so any difference, also rounding, repeats. z is cut at
     three standard deviations, so that single tokens do not decide.
     """
-    if evidence.token_ids is None or not np.nanstd(z):
+    seen = np.isfinite(z)
+    if evidence.token_ids is None or not seen.any() or not z[seen].std():
         return float("nan")
     rows = np.arange(len(z)) if evidence.group_ids is None else np.asarray(evidence.group_ids)
-    seen = np.isfinite(z)
-    values = np.clip((z[seen] - np.nanmean(z)) / np.nanstd(z), -3, 3)
+    values = np.clip((z[seen] - z[seen].mean()) / z[seen].std(), -3, 3)
     values = (values - values.mean()) / (values.std() or 1e-30)
     labels = np.stack([evidence.token_ids[seen], np.broadcast_to(rows[:, None], z.shape)[seen]], 1)
     # Pairs of equal tokens in different groups are all pairs of equal tokens, less those inside a group.

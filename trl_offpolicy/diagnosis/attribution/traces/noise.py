@@ -27,8 +27,8 @@ def floor_k3(evidence: TokenEvidence) -> float:
     """KL k3 between two scorings of the trainer, nats per token; NaN without a second one."""
     if evidence.rescored_per_token_logps is None:
         return float("nan")
-    again = evidence.rescored_per_token_logps - evidence.old_per_token_logps
-    return kl_k3(again[evidence.observed])
+    seen = evidence.observed
+    return kl_k3(evidence.rescored_per_token_logps[seen] - evidence.old_per_token_logps[seen])
 
 
 def noise_level(evidence: TokenEvidence) -> float:
@@ -56,8 +56,15 @@ def self_ratio(evidence: TokenEvidence) -> float:
     if evidence.rescored_per_token_logps is None:
         return float("nan")
     both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
-    again = kl_k3((evidence.rescored_per_token_logps - evidence.old_per_token_logps)[both])
-    return kl_k3((evidence.old_per_token_logps - evidence.sampling_per_token_logps)[both]) / max(again, 1e-30)
+    mu, old, second = (
+        values[both]
+        for values in (
+            evidence.sampling_per_token_logps,
+            evidence.old_per_token_logps,
+            evidence.rescored_per_token_logps,
+        )
+    )
+    return kl_k3(old - mu) / max(kl_k3(second - old), 1e-30)
 
 
 def self_median(evidence: TokenEvidence) -> float:
