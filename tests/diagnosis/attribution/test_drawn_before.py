@@ -93,13 +93,30 @@ def test_by_hand() -> None:
     many = replace(
         few,
         sampling_per_token_logps=np.zeros((rows, 5)),
-        old_per_token_logps=np.zeros((rows, 5)),
+        old_per_token_logps=np.tile([-1.0, -3.0, -3.0, -1.0, -1.0], (rows, 1)),  # the mean is -1.8
         completion_mask=np.ones((rows, 5), bool),
         token_ids=np.tile(ids[:1], (rows, 1)),
     )
-    d = np.tile([-0.1, -0.3, 0.5, 3.0, 0.2], (rows, 1))
-    # drawn before: 0.5 and 3.0, cut to 1; new: -0.1, -0.3 and 0.2
-    assert penalised(many, d) == pytest.approx(min(1.0, 0.2 / 0.6))
+    d = np.tile([-0.1, -0.3, 0.5, 3.0, 0.02], (rows, 1))
+    # drawn before: 0.5 (a rare one) and 3.0, cut to 1; new: -0.1, -0.3 and 0.02
+    assert penalised(many, d) == pytest.approx(0.38 / 0.42)
+    # rare ones that were drawn before lean down, or likely ones that are new (the first and the last) lean up
+    assert penalised(many, np.where(d == 0.5, -0.2, d)) == pytest.approx(-1.0)
+    assert penalised(many, np.where(d == -0.1, 0.01, d)) == pytest.approx(-1.0)
+    entropies = np.tile([0.5, 4.0, 2.0, 0.5, 0.5], (rows, 1))  # with these the second alone is likelier than a draw
+    assert penalised(replace(many, entropies=entropies), np.where(d == -0.1, 0.01, d)) == pytest.approx(0.27 / 0.33)
+
+
+@pytest.mark.parametrize("entropies", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, 1.3, 1.6])
+def test_a_temperature_is_no_penalty(temperature: float, entropies: bool) -> None:
+    """Likely tokens are drawn again and again, and a flatter engine lowers those."""
+    toy = Toy(8)
+    toy.table = 3.0 * toy.table  # peaked, so that rows repeat themselves
+    batch = toy.batch(lambda z, _row, _place: log_softmax(z / temperature))
+    found = attribute(batch if entropies else replace(batch, entropies=None))
+    assert not found.features.penalised > 0.3
+    assert found.cause in ("temperature", "unknown")
 
 
 def tempered(temperature: float) -> TokenEvidence:

@@ -12,14 +12,16 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 
 Array = NDArray[Any]
 LEAST_OF_EACH = 10
-"""Tokens that were drawn before in their row, and tokens that were not, from which on the two are compared."""
+"""Rare tokens that were drawn before in their row, and likely ones that were not, from which on they are compared."""
 
 
 def penalised(evidence: TokenEvidence, d: Array) -> float:
     """How far d leans up at tokens that their row holds already, and down at new ones: the smaller of both, -1 to 1.
 
     A penalty makes log mu = log pi - penalty [drawn before] - log Z with e^-penalty <= Z <= 1, so that d is positive
-    at every token drawn before and negative at every other one: 1. Tokens count by |d|, up to a nat.
+    at every token drawn before and negative at every other one: 1. Tokens count by |d|, up to a nat. A flatter engine
+    does that, too, because it is likely tokens that are drawn again. But there rare tokens that were drawn before lean
+    down, and likely ones that are new lean up. Where one of these two does, its lean counts.
 
     Args:
         evidence: the batch, for the ids of its tokens; NaN without them.
@@ -27,11 +29,16 @@ def penalised(evidence: TokenEvidence, d: Array) -> float:
     """
     if evidence.token_ids is None:
         return math.nan
-    before = _drawn_before(evidence.token_ids, evidence.observed)
-    drawn, new = d[evidence.observed & before], d[evidence.observed & ~before]
-    if min(drawn.size, new.size) < LEAST_OF_EACH:
+    seen, b = evidence.observed, evidence.old_per_token_logps
+    before = _drawn_before(evidence.token_ids, seen)
+    # likelier than a draw is on average: what a temperature divides by
+    likely = b + (evidence.entropies if evidence.entropies is not None else -b[seen].mean())
+    rare_again, likely_new = d[seen & before & (likely < 0)], d[seen & ~before & (likely > 0)]
+    if min(rare_again.size, likely_new.size) < LEAST_OF_EACH:
         return math.nan
-    return min(_lean(drawn), -_lean(new))
+    whole = min(_lean(d[seen & before]), -_lean(d[seen & ~before]))
+    against_sharpness = min(_lean(rare_again), -_lean(likely_new))
+    return whole if against_sharpness > 0 else min(whole, against_sharpness)
 
 
 def _drawn_before(token_ids: Array, observed: Array) -> Array:

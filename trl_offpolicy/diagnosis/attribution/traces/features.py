@@ -120,7 +120,8 @@ class Features:
         has_experts: a side declares a mixture of experts, whose flips are in few tokens.
         trusted_floor: the largest noise floor that arithmetic in the declared precision explains, nats per token.
         both_low: both sides declare the same 16-bit arithmetic.
-        penalised: 1 = d is positive at every token that its row holds already, and negative at every new one.
+        penalised: 1 = d is positive at every token that its row holds already, and negative at every new one; NaN
+            without token ids, and for too few of them.
     """
 
     tokens: int

@@ -289,14 +289,12 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
 
 
 def _penalised(f: Features, limits: Limits) -> Signature:
-    """A row's own tokens are less likely in the engine, all others likelier. A flatter policy repeats less, too."""
-    flatter = f.temperature_fit > limits.surprise_fit
+    """Tokens that a row holds already are less likely in the engine, all others likelier."""
     text = (
         "tokens that their row holds already are less likely in the engine, and new ones likelier "
         f"({f.penalised:.0%} of the way to all of them): a penalty on what was drawn"
     )
-    score = 0.0 if flatter else above(f.penalised, limits.penalised)
-    return Signature("logit_processors", score, text, clear=True)
+    return Signature("logit_processors", above(f.penalised, limits.penalised), text, clear=True)
 
 
 def _may_be_kept_mass(f: Features, limits: Limits) -> bool:
