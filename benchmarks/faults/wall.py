@@ -380,7 +380,43 @@ FIFTH_HALF = frozenset(
 )
 """The half of the fifth round whose answers were read on 2026-11-29, after the first look: the kinds whose names have a
 SHA-256 that begins with an even hexadecimal digit. The other half is held out still."""
-SEEN = FIRST | SECOND | THIRD | FOURTH | FIFTH_HALF
+SIXTH_HALF = frozenset(
+    [
+        "thoughts_begun_by_the_template",
+        "tool_list_sorted_and_escaped",
+        "no_system_prompt_in_two_groups",
+        "image_in_front_of_the_text",
+        "long_texts_cut_on_the_left",
+        "settings_lost_at_a_resume",
+        "top_k_of_two_sizes",
+        "drafts_accepted_above_a_threshold",
+        "raw_logps_of_one_server",
+        "rope_factors_of_long_texts",
+        "one_rope_base_for_all_layers",
+        "norms_of_q_and_k_over_all_heads",
+        "limit_of_the_gates_ignored",
+        "trainer_in_fp8",
+        "activations_of_the_mlps_in_bf16",
+        "header_in_the_loss",
+        "early_where_a_response_stopped",
+        "logps_behind_a_failed_request",
+        "first_logp_missing",
+        "prefix_listed_twice",
+        "first_rows_during_a_sync",
+        "rows_of_new_tokens_lost_in_the_head",
+        "trainers_vocabulary_padded",
+        "multiplied_by_the_temperature",
+        "replay_of_the_next_request",
+        "routers_sent_in_bf16",
+        "begun_thoughts_and_bf16",
+        "lag_and_a_failed_request",
+        "same_fp8_and_another_adapter",
+        "weights_updated_in_flight",
+        "greedy_after_an_evaluation",
+    ]
+)
+"""The same of the sixth round, read on 2026-11-29 after its first look."""
+SEEN = FIRST | SECOND | THIRD | FOURTH | FIFTH_HALF | SIXTH_HALF
 SEEN_CLEAN = frozenset(
     [
         "clean",
