@@ -245,6 +245,8 @@ FAULTS: dict[str, Fault] = {
         z + 2.0 * np.equal(IDS, row // GROUP * 3))),
     "a grammar": Fault(PROCESSED, forced, report=zeroed),
     "a grammar, token by token": Fault(PROCESSED, forced_one_by_one, report=zeroed),
+    "a header that the mask lets in": Fault(("tool_tokens",), lambda _r: lambda z, _row, t: log_softmax(
+        np.where((t >= 3) | np.equal(IDS, 5 + t), z, -np.inf)), report=zeroed, named=True),
     "greedy first tokens": Fault(("temperature", *PROCESSED), greedy_at(lambda _row, t: t == 0), report=zeroed),
     "half of the rows greedy": Fault(TEMPERATURE, greedy_at(lambda row, _t: row % 2 > 0), report=zeroed),
     "a penalty beside bf16": Fault(PROCESSED, later_ones, says=BF16),

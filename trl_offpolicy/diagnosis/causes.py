@@ -292,8 +292,8 @@ CAUSES: dict[str, Cause] = {
     "tool_tokens": Cause(
         "tool tokens in the loss",
         "A",
-        "Text that no policy sampled (tool output, or what a grammar or a budget forced) counts as trainable. Its "
-        "sampling log-prob is a placeholder, 0.",
+        "Text that no policy sampled (tool output, a header that the template wrote, or what a grammar or a budget "
+        "forced) counts as trainable. Its sampling log-prob is a placeholder, 0.",
         "Runs of tokens whose sampling log-prob is exactly 0. Decode one: the policy's own words there are lost "
         "log-probs.",
         "Leave tool output out of completion_mask (TRL: tool_mask).",

@@ -18,6 +18,7 @@ from trl_offpolicy.diagnosis.attribution.contexts.parts import holding
 from trl_offpolicy.diagnosis.attribution.contexts.precision import (
     round_int4,
     round_significant,
+    rounded_router_weights,
     rounded_routers,
     rounded_weights,
     simulated_dtype,
@@ -125,6 +126,22 @@ def test_rounded_routers_change_only_what_a_router_sees() -> None:
         rough, same = moe(ids).logits, dense(ids).logits
     with torch.no_grad():
         assert not torch.equal(moe(ids).logits, rough) and torch.equal(dense(ids).logits, same)
+
+
+def test_routers_whose_weights_are_rounded_are_found() -> None:
+    model = tiny_model("qwen3_moe").eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("gate.weight"):
+                value.mul_(8.0)  # so that rounding sends some tokens elsewhere
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with rounded_router_weights(model, torch.bfloat16):
+        changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+        assert changed and all(name.endswith("gate.weight") for name in changed)
+        ids, logps = sampled(model, Head())
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    found = attribute(run_hypotheses(evidence_of(model, ids, logps), Bench(model, PROMPTS, ids)))
+    assert (found.cause, found.detail) == ("routing", "weights of the router in bf16"), found.reasons
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ VIEWS: dict[str, Callable[[TokenEvidence], TokenEvidence]] = {
     "declared": lambda e: e,
     "recorded": lambda e: replace(e, rescored_per_token_logps=None),
 }
-UNDECIDED = {("a grammar", "log-probs"), ("a grammar", "log-probs without entropies")}
+UNDECIDED = {("a grammar", view) for view in VIEWS}
 """A tool's output and what a grammar forces look alike, and neither was sampled: the fix is the same, too."""
 
 

@@ -142,7 +142,13 @@ def against(evidence: TokenEvidence, features: Features, cause: str) -> str:
     return "" if rule is None else rule(evidence, features)
 
 
+OF_A_TEMPLATE = 0.5
+"""Share of the zeros that all rows have at the same places with the same tokens, above which a template wrote them."""
+
+
 def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
+    if features.forced_fixed > OF_A_TEMPLATE:
+        return ""
     if features.forced_last > AT_THE_END:
         return f"{features.forced_last:.0%} of these zeros go on to the end of their row: no answer follows"
     sides = (evidence.engine, evidence.trainer)
@@ -153,7 +159,9 @@ def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
     return ""
 
 
-def _temperature(evidence: TokenEvidence, _features: Features) -> str:
+def _temperature(evidence: TokenEvidence, features: Features) -> str:
+    if features.forced_fixed > OF_A_TEMPLATE:
+        return "the engine's zeros are the same tokens at the same places in every row: nobody drew them"
     if evidence.entropies is None:
         return f"{_NO_ENTROPIES}: whatever flattens or sharpens the distribution looks like this"
     return ""

@@ -351,14 +351,19 @@ def _tested(evidence: TokenEvidence, features: Features) -> list[_Answer]:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
-    found = [_like_rounding(evidence, features, one) for one in found]
+    found = [_less_like_it(evidence, features, one) for one in found]
     exact = evidence.both_exact
     found += [_in_part(side, left, detail, exact=exact) for left, detail in in_part.values() if left < 0.95]
     return _less_sure(found)
 
 
-def _like_rounding(evidence: TokenEvidence, features: Features, answer: _Answer) -> _Answer:
-    """A precision that explains only a part is less sure where the mismatch is not like rounding."""
+def _less_like_it(evidence: TokenEvidence, features: Features, answer: _Answer) -> _Answer:
+    """A precision that explains only a part is less sure where the mismatch is not like rounding.
+
+    A temperature near 0 gives zeros as well, also to tokens that a template wrote.
+    """
+    if answer.cause == "temperature" and features.forced_fixed > Limits.forced_fixed:
+        return _held_against(evidence, features, answer)
     if answer.cause != "precision" or 1 - answer.explained <= REMOVED:
         return answer
     if answer.parts or any(name in answer.detail for name in COARSE):

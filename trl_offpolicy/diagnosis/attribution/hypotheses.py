@@ -40,6 +40,7 @@ from trl_offpolicy.diagnosis.attribution.contexts.precision import (
     Inside,
     activation_roundings,
     part_roundings,
+    rounded_router_weights,
     rounded_routers,
     rounded_weights,
     routers,
@@ -83,7 +84,7 @@ from trl_offpolicy.functional.truncated_sampling import Truncation
 
 __all__ = ["FLEXIBLE", "REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
 
-HALF = (torch.bfloat16, torch.float16)
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PARTIAL = (0.15, 0.85)
 """Share left by the best test within which it is tested together with others."""
 MOST_PAIRS = 6
@@ -291,21 +292,20 @@ def rare_contexts(model: Any) -> dict[str, Inside]:
 
 
 def usual_routers(model: Any) -> dict[str, Inside]:
-    """Contexts in which routers see a less precise input; empty for a dense model."""
+    """Contexts in which routers see a less precise input, or hold less precise weights; empty for a dense model."""
     if not routers(model):
         return {}
-    return {
-        f"routing:router in {name}": partial(rounded_routers, model, SIGNIFICANT_BITS[name])
-        for name in ("bf16", "fp16")
-    }
+    found: dict[str, Inside] = {}
+    for name, dtype in HALVES.items():
+        found[f"routing:router in {name}"] = partial(rounded_routers, model, SIGNIFICANT_BITS[name])
+        found[f"routing:weights of the router in {name}"] = partial(rounded_router_weights, model, dtype)
+    return found
 
 
 def usual_precisions(model: Any) -> dict[str, Inside]:
     """Contexts for the precisions that engines run in: 16 bits, rounded weights, KV cache, attention, output head."""
-    wide: dict[str, Inside] = {"precision:float32": partial(widened, model)} if model.dtype in HALF else {}
-    simulated: dict[str, Inside] = {
-        f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
-    }
+    wide: dict[str, Inside] = {"precision:float32": partial(widened, model)} if model.dtype in HALVES.values() else {}
+    simulated: dict[str, Inside] = {f"precision:{name}": partial(simulated_dtype, model, name) for name in HALVES}
     rounded: dict[str, Inside] = {
         f"precision:{name} weights": partial(rounded_weights, model, name)
         for name in ("int8", "fp8", "int4", "bf16", "fp16")

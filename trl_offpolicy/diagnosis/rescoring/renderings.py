@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trl_offpolicy.diagnosis.attribution.trials.endings import other_ends
+from trl_offpolicy.diagnosis.rescoring.json_forms import in_other_forms
 from trl_offpolicy.engines.hf import Ids
 
 _SYSTEM, _USER = "@@system@@", "@@user@@"
@@ -15,19 +16,28 @@ Chat = list[dict[str, str]]
 
 
 def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str, Ids]:
-    """Token ids of the prompts in other renderings, by name; only other ends if one is no chat of a question.
+    """Token ids of the prompts in other renderings, by name; of their chats only if each is one with a question.
 
     Args:
         tokenizer: the model's tokenizer.
         texts: the prompts as they were rendered, special tokens included.
         ids: their token ids.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return {}
+    found: dict[str, Ids] = {
+        name: [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in others]
+        for name, others in in_other_forms(texts).items()
+    }
+    if getattr(tokenizer, "chat_template", None):
+        found |= other_ends(tokenizer, ids) | _other_chats(tokenizer, texts)
+    return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
+
+
+def _other_chats(tokenizer: Any, texts: Sequence[str]) -> dict[str, Ids]:
+    """The chats that were rendered, rendered in other ways; empty if one text is no chat of a question."""
     chats = [_chat_of(tokenizer, text) for text in texts]
-    found: dict[str, Ids] = other_ends(tokenizer, ids)
     if any(chat is None for chat in chats):
-        return found
+        return {}
+    found: dict[str, Ids] = {}
     twice = [[{"role": "user", "content": text}] for text in texts]
     ways = {**_others([chat for chat in chats if chat is not None]), TWICE: twice}
     for name, others in ways.items():
@@ -36,7 +46,7 @@ def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str
         except Exception:  # templates are programs, and refuse what their author did not foresee
             continue
     found[NO_TEMPLATE] = [list(tokenizer(chat[-1]["content"])["input_ids"]) for chat in chats if chat is not None]
-    return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
+    return found
 
 
 NO_GENERATION, NO_TEMPLATE = "no generation prompt", "no chat template"

@@ -296,6 +296,16 @@ def rounded_routers(model: Any, bits: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rounded_router_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which the weights of routers are rounded to ``dtype``, as by a sync in 16 bits."""
+    parameters = [parameter for router in routers(model) for parameter in router.parameters()]
+    with data_restored(parameters):
+        for parameter in parameters:
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        yield
+
+
 def _rounded(output: Any, bits: int) -> Any:
     if isinstance(output, tuple):  # the first is the output, or cosines and sines
         return tuple(_rounded(one, bits) for one in output[:2]) + output[2:]

@@ -80,6 +80,7 @@ class Features:
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         forced_alone: share of these tokens without another one beside them.
         forced_last: share of these tokens in runs up to the end of their row.
+        forced_fixed: share of these tokens at places where all rows hold such a zero and the same token.
         forced_tokens: number of these tokens.
         forced_depth: largest -d of these tokens, nats.
         forced_z: standard errors by which the mean of -log p of these tokens is above the entropy; NaN without
@@ -161,6 +162,7 @@ class Features:
     has_experts: bool = False
     forced_alone: float = 0.0
     forced_last: float = 0.0
+    forced_fixed: float = 0.0
     forced_tokens: int = 0
     forced_depth: float = 0.0
     forced_z: float = float("nan")

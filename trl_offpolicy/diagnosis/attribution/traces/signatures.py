@@ -30,6 +30,7 @@ class Limits:
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
         forced_last: share of these tokens in runs to the end of their row, above which they are none either.
+        forced_fixed: share of these tokens that all rows have, above which a template wrote them.
         others_below: share of the other tokens below the engine, above which the support is cut everywhere.
         top_z: standard errors by which the tokens that agree may miss the number that are the most likely ones.
         unit_fit: R^2 above which log-probs differ by a factor.
@@ -71,6 +72,7 @@ class Limits:
     forced: float = 0.5
     forced_alone: float = 0.5
     forced_last: float = 0.5
+    forced_fixed: float = 0.5
     others_below: float = 0.5
     top_z: float = 4.0
     unit_fit: float = 0.98
@@ -233,6 +235,10 @@ def _zeros(f: Features, limits: Limits) -> Signature:
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
     if f.forced_tokens < LEAST_MARKED:
         return Signature("tool_tokens", 0.0, f"{text}, too few of them to tell what they are")
+    drawn_elsewhere = f.others_below <= limits.others_below and f.forced_alone <= limits.forced_alone
+    if f.forced_fixed > limits.forced_fixed and drawn_elsewhere:
+        text += ", the same tokens at the same places in every row, whatever its prompt: nobody drew them"
+        return Signature("tool_tokens", above(f.forced, limits.forced), text)
     if f.forced_depth < math.log(2):
         return Signature("tool_tokens", 0.0, text + ", all of them likely: alone in a nucleus, or rounded to 1")
     z = f.forced_beside_z if math.isnan(f.forced_z) else f.forced_z

@@ -40,6 +40,7 @@ def zeros(evidence: TokenEvidence, b: Array, d: Array, noise: float) -> dict[str
         "forced": float(size[forced[seen]].sum() / max(size.sum(), 1e-60)),
         "forced_alone": _alone(forced),
         "forced_last": _last(forced, seen),
+        "forced_fixed": _fixed(forced, evidence),
         "forced_tokens": int(forced.sum()),
         "forced_depth": float(np.max(-d[forced], initial=0.0)),
         "forced_z": surprise_of(evidence, np.where(forced, b, np.nan), least=LEAST_JUDGED)[1],
@@ -61,6 +62,21 @@ def _last(marked: Array, seen: Array) -> float:
     other = seen & ~marked
     later = np.flip(np.cumsum(np.flip(other, 1), 1), 1) > 0
     return float((marked & ~later).sum()) / max(1, int(marked.sum()))
+
+
+def _fixed(marked: Array, evidence: TokenEvidence) -> float:
+    """Share of the marked tokens at places where all rows hold a zero and the same token, whatever their prompt."""
+    if evidence.token_ids is None:
+        return 0.0
+    seen = evidence.observed
+    groups = np.arange(len(marked)) if evidence.group_ids is None else np.asarray(evidence.group_ids)
+    fixed = np.zeros_like(marked)
+    for place in np.flatnonzero(marked.any(0)).tolist():
+        rows = seen[:, place]
+        several = len(np.unique(groups[rows])) > 1
+        alike = len(np.unique(evidence.token_ids[rows, place])) == 1
+        fixed[:, place] = several and alike and not evidence.sampling_per_token_logps[rows, place].any()
+    return float((marked & fixed).sum()) / max(1, int(marked.sum()))
 
 
 def _alone(marked: Array) -> float:
