@@ -80,9 +80,10 @@ class Benches:
         assert case.evidence.token_ids is not None
         ids = [row[: keep.sum()].tolist() for row, keep in zip(case.evidence.token_ids, mask, strict=True)]
         said = case.evidence.trainer
+        head = Head(1.0 if said is None else said.temperature or 1.0)
         return Bench(
-            world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world),
-            rows=ROWS, head=Head(1.0 if said is None else said.temperature or 1.0), stop_ids=world.stop, pad_ids=(0,),
+            world.model, case.prompt_ids, ids, weights=weights_at_hand(world),
+            prompts=prompts_at_hand(world, case.prompt_ids), rows=ROWS, head=head, stop_ids=world.stop, pad_ids=(0,),
             spellings=None if world.task is None else spellings_of(world.task.tokenizer),
         )  # fmt: skip
 

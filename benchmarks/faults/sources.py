@@ -130,9 +130,8 @@ def _holding(world: World, version: Any, scale: float = 1.0) -> Any:
     return lambda: world.weights.at(version, scale)
 
 
-def prompts_at_hand(world: World) -> dict[str, Ids]:
-    """The prompts in other renderings; none where prompts are no text."""
+def prompts_at_hand(world: World, ids: Ids) -> dict[str, Ids]:
+    """The prompts of a case in other renderings, as the doctor makes them; none where prompts are no text."""
     if world.task is None:
         return {}
-    ids = world.repeated()
     return other_renderings(world.task.tokenizer, world.task.tokenizer.batch_decode(ids), ids)
