@@ -284,6 +284,9 @@ FAULTS: dict[str, Fault] = {
     "one in two hundred at random beside fp8": Fault(PROCESSED, drawn(lambda z: np.log(
         0.995 * np.exp(log_softmax(4 * z)) + 0.005 / len(z))), drawn(lambda z: log_softmax(4 * z)), says=FP8),
     "bf16": Fault(FORMAT, noise(0.015), named=True, says=BF16),
+    "keys and values in fp8": Fault(  # the first token of a response reads none from the cache
+        FORMAT, noise(0.05, lambda _row, t: float(t > 0)), named=True, says={"kv_cache": "fp8"}),
+    "from the second token on beside bf16": Fault(("unknown",), noise(0.05, lambda _row, t: float(t > 0)), says=BF16),
     "far less than bf16 leaves": Fault(("unknown", "none"), noise(0.001), says=BF16),
     "temperature 0.9 beside bf16": Fault(TEMPERATURE, drawn(lambda z: log_softmax(z / 0.9)), says=BF16),
     "half of the rows at 0.8 beside bf16": Fault(

@@ -246,7 +246,7 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
         return (
             f"{features.temperature_fit:.0%} of it follows from how sharp the distribution is, as under a temperature"
         )
-    if but := _from_the_first(evidence, features):
+    if (but := _from_the_first(evidence, features)) and not _rounds_the_cache(evidence):
         return but
     # noise of any kind costs -KL on average
     if abs(features.drift + math.sqrt(features.k3 / 2)) > LEAN:
@@ -261,6 +261,14 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
     if features.by_token > BY_TOKEN:
         return f"equal tokens differ alike in different prompts (correlation {features.by_token:.2f})"
     return ""
+
+
+def _rounds_the_cache(evidence: TokenEvidence) -> bool:
+    """Whether keys and values are stored in fewer bits: the first token is predicted before any is read from there."""
+    sides = (evidence.engine, evidence.trainer)
+    return any(side is not None and side.kv_cache not in (None, "auto", side.dtype) for side in sides) or any(
+        one.cause == "precision" and "keys and values" in one.what for one in evidence.seen
+    )
 
 
 def _largest_rounding(evidence: TokenEvidence) -> float:
