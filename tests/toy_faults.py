@@ -156,6 +156,11 @@ def greedy_at(where: Callable[[int, int], bool], *, rarest: bool = False) -> Cal
     return lambda _rng: change
 
 
+def same_opening(_rng: Any) -> Change:
+    """The policy nearly always begins with the same three tokens."""
+    return lambda z, _row, t: log_softmax(z + 9 * (t < 3) * np.equal(IDS, 5 + t))
+
+
 def later_ones(rng: Any) -> Change:
     """Some tokens are less likely once a response has begun, as under a penalty."""
     kept = rng.random((ROWS, VOCABULARY)) < 0.3
@@ -247,10 +252,15 @@ FAULTS: dict[str, Fault] = {
     "a grammar, token by token": Fault(PROCESSED, forced_one_by_one, report=zeroed),
     "a header that the mask lets in": Fault(("tool_tokens",), lambda _r: lambda z, _row, t: log_softmax(
         np.where((t >= 3) | np.equal(IDS, 5 + t), z, -np.inf)), report=zeroed, named=True),
+    "an opening that all drew": Fault(
+        ("unknown", "none", "truncated_sampling"), same_opening, same_opening,
+        report=lambda mu, _r: np.where(np.arange(LENGTH) < 3, 0.0, mu)),
     "greedy first tokens": Fault(("temperature", *PROCESSED), greedy_at(lambda _row, t: t == 0), report=zeroed),
     "half of the rows greedy": Fault(TEMPERATURE, greedy_at(lambda row, _t: row % 2 > 0), report=zeroed),
     "a penalty beside bf16": Fault(PROCESSED, later_ones, says=BF16),
     "a penalty beside a lag": Fault(PROCESSED, later_ones, says=LAG),
+    "a fifth of the rows at 0.7": Fault(
+        TEMPERATURE, lambda _r: lambda z, row, _t: log_softmax(z / (0.7 if row % 5 == 0 else 1.0)), named=True),
     # what a model computes
     "soft-cap": Fault((*CONFIG, *TEMPERATURE), drawn(lambda z: log_softmax(3 * np.tanh(z / 3)))),
     "padding of the trainer's vocabulary": Fault(CONFIG, trainer=drawn(more_mass)),

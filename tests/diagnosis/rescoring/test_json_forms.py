@@ -48,3 +48,14 @@ def test_they_are_renderings_of_prompts_without_a_chat_template_too() -> None:
     assert found["JSON with sorted keys"] == [tokenizer('call {"a": 2, "b": 1}')["input_ids"], ids[1]]
     assert found["JSON without blanks"][1] == tokenizer('call {"a":3}')["input_ids"]
     assert all(name.startswith("JSON ") for name in found)
+
+
+def test_texts_that_no_library_writes_are_left_alone() -> None:
+    """Nesting beyond what Python reads, half of a surrogate pair, and a row whose ids the tokenizer would not make."""
+    assert in_other_forms(["[" * 3000, '{"a":' * 3000]) == {}
+    tokenizer = letters()
+    half = ['say {"a": "\\ud83d", "b": 1}']
+    assert "JSON in ASCII without blanks" in other_renderings(tokenizer, half, [tokenizer(half[0])["input_ids"]])
+    texts, ids = ['x {"c": 1}', "ab"], [tokenizer('x {"c": 1}')["input_ids"], [97, 98, 99]]
+    found = other_renderings(tokenizer, texts, ids)
+    assert "JSON with blanks" not in found and found["JSON without blanks"][1] == [97, 98, 99]

@@ -120,12 +120,22 @@ LOOK_ALIKES: Mapping[str, LookAlikes] = {
 }
 
 
-def alternatives(evidence: TokenEvidence, cause: str) -> LookAlikes | None:
+PENALISED, REPEATS = 0.5, LookAlikes(
+    ("policy_staleness", "stale_weights"),
+    "Print the penalties of a request as the engine holds them. If there are none, the engine has other weights: a "
+    "policy that learned to repeat what it said looks like this beside an older one.",
+)  # fmt: skip
+"""Lean of tokens that their row holds already, above which the cause was read from it, and what looks like that."""
+
+
+def alternatives(evidence: TokenEvidence, cause: str, features: Features) -> LookAlikes | None:
     """What else would look like a cause that was named from log-probs or declarations; None = nothing known.
 
     Causes that the declarations or a comparison rule out are left out.
     """
     found = LOOK_ALIKES.get(cause)
+    if cause == "logit_processors" and features.penalised > PENALISED:
+        found = REPEATS
     if found is None:
         return None
     out: frozenset[str] = frozenset()
@@ -147,10 +157,10 @@ OF_A_TEMPLATE = 0.5
 
 
 def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
-    if features.forced_fixed > OF_A_TEMPLATE:
-        return ""
     if features.forced_last > AT_THE_END:
         return f"{features.forced_last:.0%} of these zeros go on to the end of their row: no answer follows"
+    if features.forced_fixed > OF_A_TEMPLATE:
+        return ""
     sides = (evidence.engine, evidence.trainer)
     if any(side is not None and side.tools is not None for side in sides) and not any(
         side is not None and side.tools for side in sides

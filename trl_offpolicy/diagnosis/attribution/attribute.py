@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from trl_offpolicy.diagnosis.attribution.alternatives import against, alternatives
 from trl_offpolicy.diagnosis.attribution.contexts.parts import ADAPTER_PART, PART, WAY
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
@@ -116,7 +118,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
         *_seen(evidence, features),
         *_tested(evidence, features),
         *_by_trace(evidence, features, signatures),
-        *_in_some_rows(evidence, features, limits),
+        *_in_some_rows(evidence, limits),
     ]
     answers.sort(key=lambda one: (-one.confidence, -one.explained if math.isfinite(one.explained) else 0.0))
     # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
@@ -157,7 +159,7 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
     reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
     diffuse = chosen.basis in ("log-probs", "declared") and not chosen.clear
-    alike = alternatives(evidence, chosen.cause) if diffuse else None
+    alike = alternatives(evidence, chosen.cause, features) if diffuse else None
     return Attribution(
         cause=chosen.cause,
         coarse=coarse_of(chosen.cause),
@@ -241,6 +243,8 @@ differs is there in many healthy runs."""
 SOME_ROWS, OF_A_REQUEST = 0.2, ("temperature", "truncated_sampling", "logit_processors")
 """Share of rows that agree at every token, from which on the others are looked at alone; and the causes that are
 settings of a request, which some requests may have and others not."""
+FAR, LEAST_FAR = 20.0, 16
+"""Times the noise that a token of these rows is off, and how many must be."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -477,10 +481,12 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
     return answers[:1] + [_held_against(evidence, features, one) for one in declared]
 
 
-def _in_some_rows(evidence: TokenEvidence, features: Features, limits: Limits | None) -> list[_Answer]:
+def _in_some_rows(evidence: TokenEvidence, limits: Limits | None) -> list[_Answer]:
     """The trace of a request's settings in the rows that disagree, where others agree at every token."""
-    far = disagreeing_rows(evidence.log_ratio, noise_rms(evidence))
-    if not (features.exact_rows > SOME_ROWS and far.any()):
+    noise, d = noise_rms(evidence), evidence.log_ratio
+    far, rows = disagreeing_rows(d, noise), max(1, int(evidence.observed.any(1).sum()))
+    few = np.sum(np.abs(d) > FAR * noise) < LEAST_FAR  # one rare token follows from any sharpness
+    if few or 1 - far.sum() / rows < SOME_ROWS:
         return []
     there = evidence.completion_mask.astype(bool) & far[:, None]
     part = replace(evidence, completion_mask=there)
@@ -488,8 +494,7 @@ def _in_some_rows(evidence: TokenEvidence, features: Features, limits: Limits | 
     passed = [s for s in read_signatures(found, limits) if s.score >= 0.5 and s.cause not in NO_MISMATCH]
     if not passed or passed[0].cause not in OF_A_REQUEST or _denied(evidence, passed[0].cause):
         return []
-    trace, share = passed[0], far.sum() / max(1, evidence.observed.any(1).sum())
-    detail = f"in {share:.0%} of the rows"
+    trace, detail = passed[0], f"in {far.sum() / rows:.0%} of the rows"
     answer = _Answer(
         trace.cause, _of_trace(trace), f"{detail}, and not in the others: {trace.reason}", "log-probs", detail
     )

@@ -57,7 +57,7 @@ def _parts(text: str) -> Iterator[str | tuple[Any]]:
     while (place := _next_bracket(text, place)) >= 0:
         try:
             value, end = decoder.raw_decode(text, place)
-        except ValueError:
+        except (ValueError, RecursionError):
             place += 1
             continue
         if _has_keys(value):

@@ -23,13 +23,24 @@ def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str
         texts: the prompts as they were rendered, special tokens included.
         ids: their token ids.
     """
-    found: dict[str, Ids] = {
-        name: [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in others]
-        for name, others in in_other_forms(texts).items()
-    }
+    found: dict[str, Ids] = _other_json(tokenizer, texts, ids)
     if getattr(tokenizer, "chat_template", None):
         found |= other_ends(tokenizer, ids) | _other_chats(tokenizer, texts)
     return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
+
+
+def _other_json(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str, Ids]:
+    """The JSON of the prompts in other forms; a text that a form does not change keeps its ids."""
+    found: dict[str, Ids] = {}
+    for name, others in in_other_forms(texts).items():
+        try:
+            found[name] = [
+                list(row) if other == text else list(tokenizer(other, add_special_tokens=False)["input_ids"])
+                for text, other, row in zip(texts, others, ids, strict=True)
+            ]
+        except Exception:  # a tokenizer refuses half of a surrogate pair
+            continue
+    return found
 
 
 def _other_chats(tokenizer: Any, texts: Sequence[str]) -> dict[str, Ids]:

@@ -65,6 +65,7 @@ def score_in_layout(
         pads = [layout.pad] * padding
         ids = torch.tensor([[*prompt, *pads, *completion] if layout.between else [*pads, *prompt, *completion]])
         positions = _positions(len(prompt), len(completion), padding, layout)
+        _check_positions(model, int(positions.max()))
         logits = model(
             input_ids=ids.to(device),
             attention_mask=_mask(_allowed(ids.shape[1], padding, len(prompt), layout), model.dtype).to(device),
@@ -79,6 +80,13 @@ def score_in_layout(
         )
         out[row, : len(completion)] = _chosen(head or Head(), told, completion)
     return out
+
+
+def _check_positions(model: Any, last: int) -> None:
+    """A model with a table of positions reads beyond its end, which on a GPU ends the process."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and last >= limit:
+        raise IndexError(f"positions go up to {last}, and the model has {limit}")
 
 
 def _chosen(head: Head, logits: Tensor, completion: Sequence[int]) -> Floats:

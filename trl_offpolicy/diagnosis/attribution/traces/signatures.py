@@ -235,8 +235,8 @@ def _zeros(f: Features, limits: Limits) -> Signature:
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
     if f.forced_tokens < LEAST_MARKED:
         return Signature("tool_tokens", 0.0, f"{text}, too few of them to tell what they are")
-    drawn_elsewhere = f.others_below <= limits.others_below and f.forced_alone <= limits.forced_alone
-    if f.forced_fixed > limits.forced_fixed and drawn_elsewhere:
+    in_runs = f.forced_alone <= limits.forced_alone and f.forced_last <= limits.forced_last
+    if f.forced_fixed > limits.forced_fixed and in_runs and f.others_below <= limits.others_below:
         text += ", the same tokens at the same places in every row, whatever its prompt: nobody drew them"
         return Signature("tool_tokens", above(f.forced, limits.forced), text)
     if f.forced_depth < math.log(2):
@@ -295,12 +295,12 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
 
 
 def _penalised(f: Features, limits: Limits) -> Signature:
-    """Tokens that a row holds already are less likely in the engine, all others likelier."""
+    """Tokens that a row holds already are less likely in the engine, all others likelier. Moved numbers may do that."""
     text = (
         "tokens that their row holds already are less likely in the engine, and new ones likelier "
         f"({f.penalised:.0%} of the way to all of them): a penalty on what was drawn"
     )
-    return Signature("logit_processors", above(f.penalised, limits.penalised), text, clear=True)
+    return Signature("logit_processors", above(f.penalised, limits.penalised), text)
 
 
 def _may_be_kept_mass(f: Features, limits: Limits) -> bool:
@@ -368,8 +368,9 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _repeated, _lost, _unreported, _dropout, _zeros, _written, _arithmetic, _penalised, _top_token, _truncated,
-    _shifted, _swapped, _elsewhere, _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
+    _none, _repeated, _lost, _unreported, _dropout, _zeros, _written, _arithmetic, _top_token, _truncated,
+    _shifted, _swapped, _elsewhere, _penalised, _temperature, _routing, _prompt_start, _other_weights, _precision,
+    _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")

@@ -41,7 +41,8 @@ def _impossible_entropies(entropies: Array, b: Array) -> bool:
     """Whether no distribution that gives the tokens the probabilities e^b has these entropies.
 
     The least entropy is that of two tokens, p and 1 - p. The largest spreads 1 - p over a whole vocabulary: a token of
-    0.99 leaves at most 0.18 nats. Entropies at another temperature than the log-probs, or of other rows, break one.
+    0.99 leaves at most 0.18 nats. Entropies at a temperature far from that of the log-probs may break one, and so may
+    those of other rows.
     """
     log_p = np.minimum(b, 0.0)
     rest = np.clip(-np.expm1(log_p), 1e-12, 1.0)

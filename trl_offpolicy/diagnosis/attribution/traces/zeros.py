@@ -20,6 +20,8 @@ Array = NDArray[Any]
 
 FORCED = -1e-3
 """log(old / mu) below which a token that the engine was certain of is not one that the trainer was certain of, too."""
+CHANCE = 1e-4
+"""Probability that all rows drew the same tokens, above which they may have."""
 LEAST_JUDGED, LEAST_OTHERS = 8, 50
 """Zeros, and other tokens, from which on a mean over them is judged."""
 
@@ -65,17 +67,23 @@ def _last(marked: Array, seen: Array) -> float:
 
 
 def _fixed(marked: Array, evidence: TokenEvidence) -> float:
-    """Share of the marked tokens at places where all rows hold a zero and the same token, whatever their prompt."""
-    if evidence.token_ids is None:
+    """Share of the marked tokens at places where all rows hold a zero and the same token, whatever their prompt.
+
+    0 if nothing but zeros is there, as under greedy decoding, or if these tokens are so likely that all rows may have
+    drawn them.
+    """
+    seen, zero = evidence.observed, evidence.sampling_per_token_logps == 0.0
+    if evidence.token_ids is None or evidence.group_ids is None or not (seen & ~zero).any():
         return 0.0
-    seen = evidence.observed
-    groups = np.arange(len(marked)) if evidence.group_ids is None else np.asarray(evidence.group_ids)
+    groups = np.asarray(evidence.group_ids)
     fixed = np.zeros_like(marked)
     for place in np.flatnonzero(marked.any(0)).tolist():
         rows = seen[:, place]
         several = len(np.unique(groups[rows])) > 1
         alike = len(np.unique(evidence.token_ids[rows, place])) == 1
-        fixed[:, place] = several and alike and not evidence.sampling_per_token_logps[rows, place].any()
+        fixed[:, place] = several and alike and zero[rows, place].all()
+    if evidence.old_per_token_logps[fixed & seen].sum() > math.log(CHANCE):
+        return 0.0
     return float((marked & fixed).sum()) / max(1, int(marked.sum()))
 
 
