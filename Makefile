@@ -46,7 +46,7 @@ test-all: test test-integration  ## what CI runs
 
 test-slow: .venv/.slow-ready model  ## the long tests (servers, sharded strategies, recipes; hours)
 	PROPERTY_EXAMPLES=20 $(PYTEST) --dist worksteal tests/test_properties.py
-	$(PYTEST) --dist loadfile tests -m "slow and not gpu"
+	$(PYTEST) --dist loadfile tests -m "slow and not gpu" --timeout 1800
 
 mutate: .venv/.test-ready  ## mutation testing of functional/ and correction/correction.py (an hour; goes on where it stopped)
 	$(RUN) -m pip install --quiet mutmut==$(MUTMUT)

@@ -102,7 +102,6 @@ def test_said_in_a_configuration(make_args: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # all terms together compile in two minutes, and beside other tests in more than ten
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_term(name: str) -> None:
     check_same(CORRECTIONS[name], batch_of(4))
