@@ -39,7 +39,7 @@ def in_other_forms(texts: Sequence[str]) -> dict[str, list[str]]:
     """The texts with all of their JSON in each of :data:`FORMS`, by name; empty if they hold none.
 
     Example:
-        >>> in_other_forms(['Tools: {"b": 1, "a": "x"}.'])["with sorted keys without blanks"]
+        >>> in_other_forms(['Tools: {"b": 1, "a": "x"}.'])["JSON with sorted keys without blanks"]
         ['Tools: {"a":"x","b":1}.']
     """
     parts = [list(_parts(text)) for text in texts]
