@@ -200,17 +200,22 @@ def averaged_versions(world: Any, decay: float) -> Any:
     return parameters_set(world.model, values)
 
 
-@contextmanager
-def synced_on_the_way(world: Any, back: int, tokens: int) -> Iterator[None]:
+def synced_on_the_way(world: Any, back: int, tokens: int) -> Any:
     """An update arrives after ``tokens`` decoded tokens; keys and values of those before stay in the cache."""
     weights = world.weights
     old = {name: weights.value(name, len(weights.updates.versions) - back) for name in weights.base}
+    return replaced_after(world, old, tokens)
+
+
+@contextmanager
+def replaced_after(world: Any, old: dict[str, Any], tokens: int) -> Iterator[None]:
+    """The model has the ``old`` parameters until ``tokens`` tokens are decoded, and its own from then on."""
     stack, decoded = ExitStack(), 0
     stack.enter_context(parameters_set(world.model, old))
 
-    def hook(_module: Any, _inputs: Any, kw: Any) -> None:
+    def hook(_module: Any, _inputs: Any, given: dict[str, Any]) -> None:
         nonlocal decoded
-        decoded += kw["input_ids"].shape[1] == 1
+        decoded += given["input_ids"].shape[1] == 1
         if decoded == tokens:
             stack.close()
 

@@ -12,7 +12,7 @@ import engine_faults as e
 import torch
 from fifth_contexts import expert_layers, fp8_rows
 from moe import rough_router
-from second_contexts import int4_rows, parameters_set
+from second_contexts import int4_rows, parameters_set, replaced_after
 from third_contexts import fp8_blocks, head_size, named, values_at
 from time_faults import version_at
 from torch import Tensor, nn
@@ -240,28 +240,12 @@ def half_an_adapter_later(world: Any, step: int) -> AbstractContextManager[Any]:
     return found
 
 
-@contextmanager
-def updated_in_flight(world: Any, step: int, *, back: int, tokens: int) -> Iterator[None]:
+def updated_in_flight(world: Any, step: int, *, back: int, tokens: int) -> AbstractContextManager[None]:
     """Responses begin with weights ``back`` steps old; the new ones arrive after ``tokens`` decoded tokens.
 
     Keys and values of what was said before stay in the cache.
     """
-    old = values_at(world, version_at(world, max(0, step - back)))
-    stack, decoded = ExitStack(), 0
-    stack.enter_context(parameters_set(world.model, old))
-
-    def hook(_module: Any, _inputs: Any, given: dict[str, Any]) -> None:
-        nonlocal decoded
-        decoded += given["input_ids"].shape[1] == 1
-        if decoded == tokens:
-            stack.close()
-
-    handle = world.model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-        stack.close()
+    return replaced_after(world, values_at(world, version_at(world, max(0, step - back))), tokens)
 
 
 def routers_in_bf16_later(world: Any, step: int) -> AbstractContextManager[Any]:

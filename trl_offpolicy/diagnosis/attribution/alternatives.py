@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, compression, excluded
 from trl_offpolicy.diagnosis.attribution.traces.features import Features
+from trl_offpolicy.diagnosis.attribution.traces.signatures import Limits
 from trl_offpolicy.diagnosis.attribution.trials.shares import left_share
 from trl_offpolicy.diagnosis.causes import CAUSES
 
@@ -152,14 +153,10 @@ def against(evidence: TokenEvidence, features: Features, cause: str) -> str:
     return "" if rule is None else rule(evidence, features)
 
 
-OF_A_TEMPLATE = 0.5
-"""Share of the zeros that all rows have at the same places with the same tokens, above which a template wrote them."""
-
-
 def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
     if features.forced_last > AT_THE_END:
         return f"{features.forced_last:.0%} of these zeros go on to the end of their row: no answer follows"
-    if features.forced_fixed > OF_A_TEMPLATE:
+    if features.forced_fixed > Limits.forced_fixed:
         return ""
     sides = (evidence.engine, evidence.trainer)
     if any(side is not None and side.tools is not None for side in sides) and not any(
@@ -170,7 +167,7 @@ def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
 
 
 def _temperature(evidence: TokenEvidence, features: Features) -> str:
-    if features.forced_fixed > OF_A_TEMPLATE:
+    if features.forced_fixed > Limits.forced_fixed:
         return "the engine's zeros are the same tokens at the same places in every row: nobody drew them"
     if evidence.entropies is None:
         return f"{_NO_ENTROPIES}: whatever flattens or sharpens the distribution looks like this"
@@ -276,7 +273,7 @@ def _precision(evidence: TokenEvidence, features: Features) -> str:
 def _rounds_the_cache(evidence: TokenEvidence) -> bool:
     """Whether keys and values are stored in fewer bits: the first token is predicted before any is read from there."""
     sides = (evidence.engine, evidence.trainer)
-    return any(side is not None and side.kv_cache not in (None, "auto", side.dtype) for side in sides) or any(
+    return any(side is not None and compression(side) is not None for side in sides) or any(
         one.cause == "precision" and "keys and values" in one.what for one in evidence.seen
     )
 

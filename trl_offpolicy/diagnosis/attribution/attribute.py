@@ -28,6 +28,7 @@ from trl_offpolicy.diagnosis.attribution.traces.signatures import (
     Signature,
     read_signatures,
 )
+from trl_offpolicy.diagnosis.attribution.trials.search import FAR, LEAST_TOKENS
 from trl_offpolicy.diagnosis.attribution.trials.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.causes import CAUSES
 
@@ -243,8 +244,6 @@ differs is there in many healthy runs."""
 SOME_ROWS, OF_A_REQUEST = 0.2, ("temperature", "truncated_sampling", "logit_processors")
 """Share of rows that agree at every token, from which on the others are looked at alone; and the causes that are
 settings of a request, which some requests may have and others not."""
-FAR, LEAST_FAR = 20.0, 16
-"""Times the noise that a token of these rows is off, and how many must be."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -485,7 +484,7 @@ def _in_some_rows(evidence: TokenEvidence, limits: Limits | None) -> list[_Answe
     """The trace of a request's settings in the rows that disagree, where others agree at every token."""
     noise, d = noise_rms(evidence), evidence.log_ratio
     far, rows = disagreeing_rows(d, noise), max(1, int(evidence.observed.any(1).sum()))
-    few = np.sum(np.abs(d) > FAR * noise) < LEAST_FAR  # one rare token follows from any sharpness
+    few = np.sum(np.abs(d) > FAR * noise) < LEAST_TOKENS  # one rare token follows from any sharpness
     if few or 1 - far.sum() / rows < SOME_ROWS:
         return []
     there = evidence.completion_mask.astype(bool) & far[:, None]

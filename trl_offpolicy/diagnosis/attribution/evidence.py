@@ -268,7 +268,7 @@ def _caches(engine: Declared, trainer: Declared) -> Statement | None:
     One that is not declared is taken for whole. An engine whose cache is not declared may well do what the trainer
     repeats, so that the statement is not certain then.
     """
-    ours, theirs = (_compression(side) for side in (engine, trainer))
+    ours, theirs = (compression(side) for side in (engine, trainer))
     if ours == theirs:
         return None
     certain = engine.kv_cache is not None
@@ -283,7 +283,7 @@ def _caches(engine: Declared, trainer: Declared) -> Statement | None:
     return Statement("precision", ", ".join(texts), certain)
 
 
-def _compression(side: Declared) -> str | None:
+def compression(side: Declared) -> str | None:
     """What its cache does to keys and values; None = nothing."""
     return None if side.kv_cache in (None, "auto", side.dtype) else side.kv_cache
 

@@ -38,7 +38,7 @@ def _other_json(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str, Ids
                 list(row) if other == text else list(tokenizer(other, add_special_tokens=False)["input_ids"])
                 for text, other, row in zip(texts, others, ids, strict=True)
             ]
-        except Exception:  # a tokenizer refuses half of a surrogate pair
+        except (TypeError, ValueError):  # a tokenizer refuses half of a surrogate pair
             continue
     return found
 
